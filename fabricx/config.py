@@ -1,0 +1,75 @@
+"""Settings: arguments first, then FABRICX_* variables, then the defaults here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+
+from .errors import OutOfRange
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Settings of an engine. Times are in seconds, sizes in bytes.
+
+    Attributes
+    ----------
+    timeout : deadline of an operation that names none.
+    connect_timeout : deadline of a handshake, an import or a lane's closing.
+    split_min : a write of at least this size is split over several NICs.
+    max_early : early immediates kept for one peer before it is cut off.
+    spin : empty turns a driver spins before it yields (adaptive polling).
+    yields : empty turns it yields before it sleeps.
+    pin : pin workers to cores (on machines with more than two).
+    ofi_library : path of libfabric; empty: search.
+    ofi_provider : provider to ask for; empty: efa where there is hardware, else tcp (net in 1.17).
+    ofi_address : address or interface to bind to; empty: the provider's choice, loopback on tcp.
+    vm_write : allow process_vm_writev on the local fabric; False goes through the bounce lane.
+    """
+
+    timeout: float = 30.0
+    connect_timeout: float = 10.0
+    split_min: int = 1 << 20
+    max_early: int = 1 << 20
+    spin: int = 200
+    yields: int = 50
+    pin: bool = True
+    ofi_library: str = ""
+    ofi_provider: str = ""
+    ofi_address: str = ""
+    vm_write: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "connect_timeout"):
+            if not 0 < getattr(self, name) <= 1e6:
+                raise OutOfRange(f"{name} is {getattr(self, name)!r}; it must be above 0 and at most 1e6 seconds")
+        for name in ("split_min", "max_early", "spin", "yields"):
+            if not 0 <= getattr(self, name) < 1 << 62:
+                raise OutOfRange(f"{name} is {getattr(self, name)!r}; it must be at least 0")
+
+    @classmethod
+    def from_env(cls, **given: object) -> Config:
+        """Settings from `given`, then the environment (FABRICX_TIMEOUT, FABRICX_OFI_LIBRARY, ...)."""
+        values: dict[str, object] = {}
+        for f in fields(cls):
+            text = os.environ.get("FABRICX_" + f.name.upper())
+            if f.name == "ofi_library":
+                text = os.environ.get("FABRICX_LIBFABRIC", text)
+            if text is None:
+                continue
+            try:
+                values[f.name] = _parse(text, type(f.default))
+            except ValueError as e:
+                raise OutOfRange(f"FABRICX_{f.name.upper()}={text!r}: {e}") from None
+        values.update({k: v for k, v in given.items() if v is not None})
+        return cls(**values)  # type: ignore[arg-type]
+
+
+def _parse(text: str, kind: type) -> object:
+    if kind is bool:
+        if text.lower() in ("1", "true", "yes", "on"):
+            return True
+        if text.lower() in ("0", "false", "no", "off"):
+            return False
+        raise ValueError("want 0 or 1")
+    return kind(text)
