@@ -54,7 +54,7 @@ class BuildExt(build_ext):
 
 def extensions():
     only = os.environ.get("FABRICX_ONLY", "").split(",")  # for development: FABRICX_ONLY=_local,_drive
-    depends = [os.path.join("pyx", f) for f in sorted(os.listdir("pyx")) if f.endswith((".pxd", ".h"))]
+    depends = [os.path.join("pyx", f) for f in sorted(os.listdir("pyx")) if f.endswith((".pxd", ".pxi", ".h"))]
     return [
         Extension(name, [source], include_dirs=["pyx"], depends=depends, extra_compile_args=FLAGS, extra_link_args=LINK)
         for name, (source, _, _) in EXTENSIONS.items()
