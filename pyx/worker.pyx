@@ -33,6 +33,7 @@ cdef extern from "atom.h" nogil:
 cdef enum:
     INLINE_GIL = 16384          # bytes up to which a copy is made with the GIL held
     LONGEST_S = 1000000         # longest timeout, in seconds
+    SOURCES = 65536             # peers whose early arrivals are accounted for
 
 NUMBERS = IMM_ALLOC             # explicit immediates: 0 .. NUMBERS - 1
 STATES = ("pending", "done", "failed", "cancelled")
@@ -94,6 +95,11 @@ cdef class NativeCallback:
         if self.address == 0:
             raise errors.OutOfRange("address is 0")
         self.keep = keep
+
+    @property
+    def target(self):
+        """(address, arg)"""
+        return self.address, self.arg
 
 
 @cython.final
@@ -690,8 +696,10 @@ cdef class Group:
         g.wheel.tick = now_ns() >> TICK_SHIFT
         g.efd = -1
         g.live = <uint8_t*>calloc(1 << IMM_INDEX_BITS, 1)
-        if g.live == NULL:
+        g.early = <uint32_t*>calloc(SOURCES, sizeof(uint32_t))     # pages of it are touched as sources appear
+        if g.live == NULL or g.early == NULL:
             raise MemoryError
+        g.nsrc = SOURCES
         self.engine_ref = weakref.ref(engine)
         self.index, self.device, self.cbq_ = index, device, cbq
         self.orphans, self.peers, self.nic_peers = [], {}, {}
@@ -847,25 +855,6 @@ cdef class Group:
 
     def kick(self):
         kick(self.g)
-
-    def source(self, uint32_t src, uint32_t most):
-        """Makes room for the early-arrival account of a source."""
-        cdef group_t* g = self.g
-        cdef uint32_t n = max(<uint32_t>64, g.nsrc)
-        cdef uint32_t* a
-        if src < g.nsrc:
-            return
-        while n <= src:
-            n *= 2
-        a = <uint32_t*>calloc(n, sizeof(uint32_t))
-        if a == NULL:
-            raise MemoryError
-        with self.lock():
-            if g.nsrc:
-                memcpy(a, g.early, g.nsrc * sizeof(uint32_t))
-            free(g.early)
-            g.early = a
-            g.nsrc = n
 
     cdef int set_peer(self, uint32_t nic, uint32_t index, PeerRef peer) except -1:
         cdef nic_t* d = &self.g.nic[nic]

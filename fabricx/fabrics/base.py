@@ -71,6 +71,7 @@ class GroupSpec:
     kick: Callable[[], None]
     config: Any
     chaos: Any = None
+    incarnation: int = 0  #: of the group; 64 random bits, also in its NetAddr
 
 
 @dataclass(slots=True)
