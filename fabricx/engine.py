@@ -261,6 +261,8 @@ class TransferEngine(_worker.EngineBase):
         self._peers: dict[tuple[int, NetAddr], _Peer] = {}
         self._peer_by_id: list[_Peer] = []
         self._remotes: dict[tuple[int, NetAddr, tuple[int, ...]], _worker.RemoteMr] = {}
+        self._graves: list[_worker.RemoteMr] = []
+        self._lost_sources: set[int] = set()
         self._handles: dict[int, _worker.MrHandle] = {}
         self._pools: dict[int, RecvPool] = {}
         self._watchers: dict[int, UvmWatcher] = {}
@@ -672,8 +674,11 @@ class TransferEngine(_worker.EngineBase):
                 group = self._groups_open[key[0]]
                 group.lose(peer.ref, _NO_ID)
                 for rkey in [k for k in self._remotes if k[0] == key[0] and k[1] == addr]:
-                    for d, index, k in self._remotes.pop(rkey).keys:
+                    remote = self._remotes.pop(rkey)
+                    self._graves.append(remote)  # the worker may still hold a pointer into it
+                    for d, index, k in remote.keys:
                         d.release_mr(index, k)
+                self._graves = [r for r in self._graves if r.inflight]
                 for i, index, _ in peer.paths:
                     group.domains[i].disconnect(index)
 
@@ -841,6 +846,9 @@ class TransferEngine(_worker.EngineBase):
         if source < len(self._source_addrs):
             addr = addr or self._source_addrs[source]
             group.forget_source(source)
+            if source in self._lost_sources:  # each NIC reports it
+                return
+            self._lost_sources.add(source)
         if addr is None:
             return
         with self._lock:

@@ -286,9 +286,10 @@ cdef inline void submit(group_t* g, req_t* r) noexcept nogil:
             return
     kick(g)
 
-cdef inline int drive(group_t* g, req_t* r) noexcept nogil:
-    """With the lock: turn until r has ended (1), or for some 60 ms of naps (0)."""
-    cdef uint32_t idle = 0, naps = 0, turn = 0
+cdef inline int drive(group_t* g, req_t* r, uint64_t end) noexcept nogil:
+    """With the lock: turn until r has ended (1), or about until `end` (0)."""
+    cdef uint32_t idle = 0, turn = 0
+    cdef uint64_t now
     cdef int ended
     st_rlx32(g.bell, 0)
     while True:
@@ -310,14 +311,14 @@ cdef inline int drive(group_t* g, req_t* r) noexcept nogil:
         else:
             if g.wheel.n:
                 timers(g)
+            now = now_ns()
+            if now >= end:
+                break
             fx_set_bell(g.bell, CALLER)
             if armed(g) and ld_acq32(&r.state) == PENDING:
-                sleep_on(g, CALLER, NAP_NS)
-                naps += 1
+                sleep_on(g, CALLER, min(<int64_t>(end - now), <int64_t>NAP_NS))
             st_rlx32(g.bell, 0)
             idle = 0
-            if naps > 2:
-                break
     caller_leaves(g)
     return ld_acq32(&r.state) != PENDING
 
@@ -332,7 +333,7 @@ cdef inline int wait_slice(group_t* g, req_t* r, int64_t ns) noexcept nogil:
         i = 0
         while True:
             if trylock(g):
-                if drive(g, r):
+                if drive(g, r, end):
                     return 1
                 if now_ns() >= end:
                     return 0

@@ -81,7 +81,8 @@ cdef inline void cut(group_t* g, req_t* r) noexcept nogil:
     r.shard_len = r.n
     if r.shards > 1:
         r.shard_len = (r.n // r.shards + 63) & ~<uint64_t>63
-        r.flags |= F_LANDED
+        if r.flags & F_IMM:             # the tag may be used again only when every shard has landed
+            r.flags |= F_LANDED
 
 cdef inline int post_shard(group_t* g, req_t* r, uint32_t i, uint64_t* part, int more) noexcept nogil:
     """Posts shard i from byte `part` on. 1: all of it; 0: try again; with `more` 0 one chunk at most."""

@@ -340,7 +340,6 @@ cdef class EngineBase:
         cdef uint64_t i, n = len(dsts), so, do, length, held = 0
         cdef RemoteMr m
         cdef list descs = []
-        cdef list remotes = []
         cdef group_t* g = local.g
         if imm is not None:
             r.imm = imm_of(imm)
@@ -369,13 +368,11 @@ cdef class EngineBase:
             r.target[i].len = length
             r.target[i].off = do
             descs.append(desc)
-            remotes.append(m)
-        t.src, t.dst, t.keep = (None if barrier else h), descs, remotes
+        t.src, t.dst = (None if barrier else h), descs
         self.hold(h, None)
         try:
             self.attach(t, on_done)
         except BaseException:
-            t.keep = None
             self.unhold(h, None)
             raise
         for i in range(n):
