@@ -26,6 +26,7 @@ cdef extern from "atom.h" nogil:
     void cpu_pause() noexcept
     uint64_t tsc() noexcept
     uint64_t now_ns() noexcept
+    uint64_t coarse_ns() noexcept
     long futex_wait(uint32_t*, uint32_t, int64_t) noexcept
     long futex_wake(uint32_t*, int) noexcept
     long bell_wait(uint32_t*, uint32_t, uint32_t, int64_t) noexcept

@@ -45,10 +45,12 @@ cdef class _Lock:
             kick(g)
 
 
+@cython.final
 cdef class Group:
     """One domain group: the NICs of a device, the worker that drives them, its counters and requests."""
     cdef group_t* g
     cdef readonly object engine_ref         # weak reference to the engine
+    cdef void* engine                       # the same, to compare with
     cdef readonly object device, domains, address
     cdef readonly uint32_t index
     cdef readonly bint lands, running
@@ -77,6 +79,7 @@ cdef class Group:
             raise MemoryError
         g.nsrc = SOURCES
         self.engine_ref = weakref.ref(engine)
+        self.engine = <void*>engine
         self.index, self.device, self.cbq_ = index, device, cbq
         self.orphans, self.peers, self.nic_peers = [], {}, {}
         self.forks = fx_forks

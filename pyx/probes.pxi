@@ -6,7 +6,7 @@ cdef req_t* quick_write(group_t* g, MrHandle h, uint64_t soff, RemoteMr m, uint6
         return NULL
     r.imm = imm
     r.flags = F_IMM
-    r.deadline = now_ns() + <uint64_t>30000000000
+    r.deadline = coarse_ns() + <uint64_t>30000000000
     fadd32(&h.m.inflight, 1)
     fadd32(&m.m.inflight, 1)
     r.lmr = h.m
@@ -22,7 +22,7 @@ cdef req_t* quick_expect(group_t* g, uint32_t imm, uint64_t count) noexcept nogi
         return NULL
     r.imm = imm
     r.n = count
-    r.deadline = now_ns() + <uint64_t>30000000000
+    r.deadline = coarse_ns() + <uint64_t>30000000000
     return r
 
 def pp_nogil(EngineBase engine not None, MrHandle src not None, uint64_t soff, desc, uint64_t doff, uint32_t imm, int n, bint first):
@@ -144,7 +144,7 @@ def scatter_nogil(EngineBase engine not None, MrHandle src not None, descs, uint
         r.target, r.n, r.lmr = t, k, src.m
         fadd32(&src.m.inflight, 1)
         r.imm, r.flags = 7, F_IMM
-        r.deadline = now_ns() + <uint64_t>30000000000
+        r.deadline = coarse_ns() + <uint64_t>30000000000
         with nogil:
             lock_now(g)
             t0 = now_ns()
@@ -182,7 +182,7 @@ def nop(EngineBase engine not None, on_done=None):
     cdef Transfer t
     engine.ready()
     t = engine.first.transfer(OP_NOP)
-    t.r.deadline = now_ns() + <uint64_t>30000000000
+    t.r.deadline = coarse_ns() + <uint64_t>30000000000
     engine.attach(t, on_done)
     submit(engine.first.g, t.r)
     return t

@@ -8,6 +8,7 @@ cdef class EngineBase:
     cdef bint closed_
     cdef object __weakref__
 
+    @cython.final
     cdef int ready(self) except -1:
         if self.closed_:
             raise errors.EngineClosed("the engine is closed")
@@ -15,11 +16,13 @@ cdef class EngineBase:
             self.first.guard()
         return 0
 
+    @cython.final
     cdef MrHandle handle(self, obj, str what):
         if not isinstance(obj, MrHandle):
             raise TypeError(f"{what} must be an MrHandle, as reg_mr returns it, not {type(obj).__name__}")
         return <MrHandle>obj
 
+    @cython.final
     cdef RemoteMr remote(self, desc, Group group):
         """What a MrDesc is to `group`; resolved on first use."""
         cdef RemoteMr m
@@ -33,6 +36,7 @@ cdef class EngineBase:
                 return m
         return <RemoteMr?>self._resolve(desc, group)
 
+    @cython.final
     cdef int attach(self, Transfer t, on_done) except -1:
         cdef req_t* r = t.r
         if on_done is None:
@@ -54,11 +58,13 @@ cdef class EngineBase:
             self.keep_callback(t)
         return 0
 
+    @cython.final
     cdef int keep_callback(self, Transfer t) except -1:
         # The worker holds only C pointers: what they point to lives as long as the request.
         t.keep = t.cb if t.keep is None else (t.keep, t.cb)
         return 0
 
+    @cython.final
     cdef int hold(self, MrHandle h, RemoteMr m) except -1:
         """Counts a transfer on both regions; refuses those that are being taken down."""
         fadd32(&h.m.inflight, 1)
@@ -69,24 +75,28 @@ cdef class EngineBase:
             fadd32(&m.m.inflight, 1)
         return 0
 
+    @cython.final
     cdef int unhold(self, MrHandle h, RemoteMr m) except -1:
         fadd32(&h.m.inflight, <uint32_t>-1)
         if m is not None:
             fadd32(&m.m.inflight, <uint32_t>-1)
         return 0
 
+    @cython.final
     cdef int check_src(self, MrHandle h, uint64_t off, uint64_t n) except -1:
-        if h.group.engine_ref() is not self:
+        if h.group.engine != <void*>self:
             raise errors.UnregisteredLocal(f"{region(h)} is registered with another engine")
         if off > h.m.size or n > h.m.size - off:
             raise errors.OutOfRange(f"source {region(h)}: bytes {off} .. {off + n} of {h.m.size}")
         return 0
 
+    @cython.final
     cdef int check_dst(self, desc, RemoteMr m, uint64_t off, uint64_t n) except -1:
         if off > m.m.size or n > m.m.size - off:
             raise errors.OutOfRange(f"target {region(desc)} at {owner(desc)}: bytes {off} .. {off + n} of {m.m.size}")
         return 0
 
+    @cython.final
     cdef int check_nic(self, Group g, req_t* r, nic) except -1:
         cdef uint64_t i
         if nic is None:
@@ -154,7 +164,7 @@ cdef class EngineBase:
         if n >= BULK:
             r.flags |= F_BULK
         self.check_nic(h.group, r, nic)
-        r.deadline = now_ns() + <uint64_t>span_ns(timeout, self.timeout_ns)
+        r.deadline = coarse_ns() + <uint64_t>span_ns(timeout, self.timeout_ns)
         t.src = h
         t.dst = desc
         self.hold(h, m)
@@ -179,6 +189,7 @@ cdef class EngineBase:
 
     # -- pages
 
+    @cython.final
     cdef PreparedPages pages(self, page_len, src, dst):
         """Checks a pair of page lists whole."""
         cdef PreparedPages p = PreparedPages.__new__(PreparedPages)
@@ -207,6 +218,7 @@ cdef class EngineBase:
         p.p.end, p.p.len, p.p.src = ns, n, h.m.addr + soff
         return p
 
+    @cython.final
     cdef uint64_t page_side(self, pages, const void** idx, uint32_t* wide, uint64_t* stride) except? 0xfffffffffffffff1:
         cdef Py_buffer b
         cdef uint64_t n
@@ -226,6 +238,7 @@ cdef class EngineBase:
         PyBuffer_Release(&b)
         return n
 
+    @cython.final
     cdef int check_pages(self, str side, str name, const void* idx, uint64_t n, uint32_t wide, uint64_t stride, uint64_t off,
                          uint64_t length, uint64_t size) except -1:
         """Every page within its region, or PageListError naming the first that is not."""
@@ -263,6 +276,7 @@ cdef class EngineBase:
         raise errors.PageListError(f"{side} page {i} (index {top}) of {name}: bytes {off + top * stride} .. "
                                    f"{off + top * stride + length} of {size}")
 
+    @cython.final
     cdef Transfer submit_pages(self, PreparedPages p, imm, on_done, timeout, nic, bint landed):
         cdef Transfer t = p.src.group.transfer(OP_PAGES)
         cdef req_t* r = t.r
@@ -275,7 +289,7 @@ cdef class EngineBase:
         if p.p.len >= BULK:
             r.flags |= F_BULK
         self.check_nic(p.src.group, r, nic)
-        r.deadline = now_ns() + <uint64_t>span_ns(timeout, self.timeout_ns)
+        r.deadline = coarse_ns() + <uint64_t>span_ns(timeout, self.timeout_ns)
         t.src, t.dst, t.keep = p.src, p.desc, p.keep
         self.hold(p.src, p.dst)
         try:
@@ -327,12 +341,13 @@ cdef class EngineBase:
     def submit_prepared(self, PreparedPages prepared not None, imm, on_done=None, *, timeout=None, nic=None, bint landed=False):
         """Submits what prepare() made; the index arrays must not have changed."""
         self.ready()
-        if prepared.src.group.engine_ref() is not self:
+        if prepared.src.group.engine != <void*>self:
             raise errors.UnregisteredLocal("these pages were prepared by another engine")
         return self.submit_pages(prepared, imm, on_done, timeout, nic, landed)
 
     # -- scatter and barrier
 
+    @cython.final
     cdef Transfer scatter(self, MrHandle h, group, imm, list dsts, on_done, timeout, bint landed, bint barrier):
         cdef Group local = h.group
         cdef Transfer t = local.transfer(OP_SCATTER)
@@ -346,7 +361,7 @@ cdef class EngineBase:
             r.flags = F_IMM
         if landed:
             r.flags |= F_LANDED
-        r.deadline = now_ns() + <uint64_t>span_ns(timeout, self.timeout_ns)
+        r.deadline = coarse_ns() + <uint64_t>span_ns(timeout, self.timeout_ns)
         r.target = <target_t*>malloc(max(<uint64_t>1, n) * sizeof(target_t))
         if r.target == NULL:
             raise MemoryError
@@ -432,7 +447,7 @@ cdef class EngineBase:
         p = <PeerRef?>self._peer(addr, self.first)
         t = self.first.transfer(OP_SEND)
         r = t.r
-        r.deadline = now_ns() + <uint64_t>span_ns(timeout, self.timeout_ns)
+        r.deadline = coarse_ns() + <uint64_t>span_ns(timeout, self.timeout_ns)
         PyObject_GetBuffer(msg, &b, PyBUF_SIMPLE)
         try:
             r.send.buf = malloc(max(<size_t>1, <size_t>b.len))
@@ -501,7 +516,7 @@ cdef class EngineBase:
         if r.imm & IMM_ALLOC and g.g.live[r.imm & IMM_INDEX_MASK] != ((r.imm >> IMM_INDEX_BITS) & IMM_GEN_MASK) + 1:
             raise errors.OutOfRange(f"immediate {r.imm} is not allocated here; explicit immediates are within 0 .. {IMM_ALLOC - 1}")
         r.n = u64(count, "count")
-        r.deadline = now_ns() + <uint64_t>span_ns(timeout, self.timeout_ns)
+        r.deadline = coarse_ns() + <uint64_t>span_ns(timeout, self.timeout_ns)
         if cb is not None:
             self.attach(t, cb)
         if peers is not None:

@@ -75,7 +75,7 @@ cdef class _Over:
 
 
 @cython.final
-@cython.no_gc_clear                     # __dealloc__ needs the attributes
+@cython.no_gc                           # a callback is let go when it has been called: no cycle outlives the end
 @cython.freelist(1024)
 cdef class Transfer:
     """One submitted operation. Ends once: done, failed or cancelled.
