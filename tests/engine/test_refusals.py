@@ -1,0 +1,126 @@
+"""Bad input: each cause has its own exception, its message names the thing, the range and the peer, nothing is posted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import Pair
+
+import fabricx as fx
+
+
+def test_ranges_are_checked_at_both_ends(pair: Pair) -> None:
+    size = len(pair.src)
+    with pytest.raises(fx.OutOfRange, match=f"source source: bytes 10 .. {size + 10} of {size}"):
+        pair.write(size, None, at=10)
+    with pytest.raises(fx.OutOfRange, match=rf"target target at .*: bytes {size - 5} .. {size + 5} of {size}"):
+        pair.write(10, None, to=size - 5)
+    with pytest.raises(fx.OutOfRange):
+        pair.write(1 << 63, None)
+    with pytest.raises(fx.OutOfRange, match="length is -1"):
+        pair.write(-1)
+    with pytest.raises(fx.OutOfRange, match="2\\*\\*64"):
+        pair.write(1, None, at=1 << 64)
+    assert not pair.dst.any()
+
+
+def test_offsets_beyond_32_bits_are_kept_whole(pair: Pair) -> None:
+    with pytest.raises(fx.OutOfRange, match=str((1 << 32) + 8)):
+        pair.write(8, None, at=1 << 32)
+    with pytest.raises(fx.OutOfRange, match=str((1 << 40) + 8)):
+        pair.write(8, None, to=1 << 40)
+
+
+def test_one_bad_page_of_a_thousand_is_named_and_nothing_is_written(pair: Pair) -> None:
+    good = np.arange(1000, dtype=np.uint32)
+    bad = good.copy()
+    bad[617] = 1 << 20
+    with pytest.raises(fx.PageListError, match="target page 617 .*index 1048576.* at "):
+        pair.a.submit_paged_writes(1024, 5, (pair.handle, fx.Pages(good, stride=1024)), (pair.desc, fx.Pages(bad, stride=1024)))
+    with pytest.raises(fx.PageListError, match="source page 617"):
+        pair.a.submit_paged_writes(1024, 5, (pair.handle, fx.Pages(bad, stride=1024)), (pair.desc, fx.Pages(good, stride=1024)))
+    assert not pair.dst.any() and pair.b.imm_count(5) == 0
+
+
+def test_page_lists_that_do_not_fit_each_other(pair: Pair) -> None:
+    a, b = fx.Pages(stride=64, count=10), fx.Pages(stride=64, count=11)
+    with pytest.raises(fx.PageListError, match="10 source pages and 11 target pages"):
+        pair.a.submit_paged_writes(64, 5, (pair.handle, a), (pair.desc, b))
+    with pytest.raises(fx.PageListError, match="overlap"):
+        pair.a.submit_paged_writes(64, 5, (pair.handle, a), (pair.desc, fx.Pages(stride=63, count=10)))
+    with pytest.raises(fx.OutOfRange, match="page_len is 0"):
+        pair.a.submit_paged_writes(0, 5, (pair.handle, a), (pair.desc, a))
+    huge = fx.Pages(np.array([1 << 60], np.uint64), stride=1 << 10)
+    with pytest.raises(fx.PageListError, match="page 0"):
+        pair.a.submit_paged_writes(64, 5, (pair.handle, huge), (pair.desc, fx.Pages(stride=64, count=1)))
+
+
+def test_four_causes_are_told_apart(pair: Pair) -> None:
+    gone, _ = pair.a.reg_mr(bytearray(100))
+    pair.a.dereg_mr(gone)
+    with pytest.raises(fx.UnregisteredLocal):
+        pair.a.submit_single_write(1, None, (gone, 0), (pair.desc, 0))
+    theirs, desc = pair.b.reg_mr(pair.b.alloc(4096), name="short-lived")
+    pair.a.submit_single_write(1, None, (pair.handle, 0), (desc, 0)).wait()
+    pair.b.dereg_mr(theirs)
+    with pytest.raises(fx.UnregisteredRemote, match="short-lived"):
+        pair.a.submit_single_write(1, None, (pair.handle, 0), (desc, 0)).wait()
+    never = pair.b.reg_mr(pair.b.alloc(4096))[1]
+    forged = fx.MrDesc(owner=never.owner, base=never.base, length=never.length, rkeys=tuple(k ^ 1 << 40 for k in never.rkeys), device="cpu", name="forged")
+    with pytest.raises(fx.UnregisteredRemote):
+        pair.a.submit_single_write(1, None, (pair.handle, 0), (forged, 0)).wait()
+    with pytest.raises(fx.OutOfRange):
+        pair.write(1, None, to=len(pair.dst))
+    import dataclasses
+
+    stranger = dataclasses.replace(pair.b.address, fabric="ofi") if dataclasses.is_dataclass(pair.b.address) else None
+    if stranger is not None:
+        with pytest.raises(fx.UnknownPeer, match="ofi"):
+            pair.a.submit_send(stranger, b"x")
+
+
+def test_a_handle_of_another_engine_is_refused(pair: Pair) -> None:
+    with pytest.raises(fx.UnregisteredLocal, match="another engine"):
+        pair.a.submit_single_write(1, None, (pair.target, 0), (pair.desc, 0))
+
+
+def test_source_and_target_may_not_overlap(pair: Pair) -> None:
+    with pytest.raises(fx.OutOfRange, match="overlap"):
+        pair.a.submit_single_write(100, None, (pair.handle, 0), (pair.back, 50))
+    pair.a.submit_single_write(50, None, (pair.handle, 0), (pair.back, 50)).wait()
+    assert (pair.src[50:100] == pair.src[:50]).all()
+
+
+def test_a_region_in_use_is_not_taken_away(pair: Pair) -> None:
+    h, _ = pair.a.reg_mr(bytearray(64))
+    _, dead = pair.b.reg_mr(bytearray(64))
+    pair.a.dereg_mr(h)
+    with pytest.raises(fx.UnregisteredLocal):
+        pair.a.dereg_mr(h)
+    assert dead.length == 64
+
+
+def test_a_closed_engine_says_so(pair: Pair) -> None:
+    x = pair.b.expect_imm_count(5, 1)
+    pair.b.close()
+    with pytest.raises(fx.EngineClosed):
+        x.wait()
+    for call in (lambda: pair.b.expect_imm_count(5, 1), lambda: pair.b.reg_mr(bytearray(8)), lambda: pair.b.alloc_imm(),
+                 lambda: pair.b.submit_send(pair.a.address, b"x")):
+        with pytest.raises(fx.EngineClosed):
+            call()
+
+
+def test_a_fabric_asked_for_by_name_is_never_replaced() -> None:
+    with pytest.raises(fx.FabricUnavailable, match="there is no fabric 'infiniband'"):
+        fx.TransferEngine("infiniband")
+    with pytest.raises(fx.FabricUnavailable, match="verbs"):
+        fx.TransferEngine("verbs")
+    with pytest.raises(fx.FabricUnavailable, match="/nowhere/libfabric"):
+        fx.TransferEngine("ofi", config=fx.Config(ofi_library="/nowhere/libfabric.so"))
+
+
+@pytest.mark.parametrize("options", [{"nics": 0}, {"nics": 17}, {"devices": ()}, {"devices": ("cpu:0", "cpu:0")}, {"progress": "magic"}, {"polling": "never"}])
+def test_bad_options_are_named(options: dict[str, object]) -> None:
+    with pytest.raises(fx.OutOfRange, match=next(iter(options)).rstrip("s")):
+        fx.TransferEngine("local", **options)  # type: ignore[arg-type]
