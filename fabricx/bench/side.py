@@ -1,0 +1,10 @@
+"""One side of a case, in a process of its own: ``python -m fabricx.bench.side JSON``; started by harness.run_case."""
+
+import sys
+
+import msgspec
+
+from .harness import serve
+
+if __name__ == "__main__":
+    serve(**msgspec.json.decode(sys.argv[1]))
