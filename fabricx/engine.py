@@ -70,6 +70,32 @@ def choose_fabric(config: Config) -> tuple[str, str]:
     return "local", f"no RDMA or EFA hardware ({why}) and no address to bind to is configured"
 
 
+class _Sources:
+    """The numbers by which completions name the peer groups that sent them; asked by fabrics at each handshake.
+
+    Apart from the engine, so that a fabric's thread does not keep a forgotten engine alive.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.numbers: dict[bytes, int] = {}
+        self.addrs: list[NetAddr | None] = []
+
+    def number(self, netaddr: bytes) -> int:
+        with self.lock:
+            n = self.numbers.get(netaddr)
+            if n is None:
+                n = self.numbers[netaddr] = len(self.addrs)
+                try:
+                    self.addrs.append(NetAddr.from_bytes(netaddr))
+                except errors.ProtocolError:
+                    self.addrs.append(None)
+            return n
+
+    def addr(self, number: int) -> NetAddr | None:
+        return self.addrs[number] if number < len(self.addrs) else None
+
+
 class _Peer:
     """A remote group as one local group sees it: its reference for the worker, and a path for each pair of NICs."""
 
@@ -228,7 +254,7 @@ class TransferEngine(_worker.EngineBase):
         name: str | None = None,
     ) -> None:
         self._closing = threading.Lock()
-        self._over = False
+        self._over = True  # until it is open
         self._groups_open: list[_worker.Group] = []
         self._domains: list[list[Domain]] = []
         self._fabric: Fabric | None = None
@@ -256,8 +282,7 @@ class TransferEngine(_worker.EngineBase):
         self.on_error: Callable[[BaseException], Any] | None = None
         self.on_peer_lost: Callable[[NetAddr], Any] | None = None
         self._lock = threading.RLock()
-        self._sources: dict[bytes, int] = {}
-        self._source_addrs: list[NetAddr | None] = []
+        self._sources = _Sources()
         self._peers: dict[tuple[int, NetAddr], _Peer] = {}
         self._peer_by_id: list[_Peer] = []
         self._remotes: dict[tuple[int, NetAddr, tuple[int, ...]], _worker.RemoteMr] = {}
@@ -276,9 +301,9 @@ class TransferEngine(_worker.EngineBase):
         try:
             self._open(fabric, nics, devices, cores, chaos)
         except BaseException:
-            self._over = True
             self._tear_down(0.0)
             raise
+        self._over = False
         _engines.add(self)
 
     # ------------------------------------------------------------------ life
@@ -311,7 +336,7 @@ class TransferEngine(_worker.EngineBase):
                 device=device,
                 nics=nics,
                 address=lambda box=box: box[0],
-                source_of=self._source_of,
+                source_of=self._sources.number,
                 lock=group.lock,
                 kick=group.kick,
                 config=self.config,
@@ -530,18 +555,6 @@ class TransferEngine(_worker.EngineBase):
 
     # ------------------------------------------------------------------ peers
 
-    def _source_of(self, netaddr: bytes) -> int:
-        """The number by which completions name a peer group; asked by fabrics at each handshake."""
-        with self._lock:
-            n = self._sources.get(netaddr)
-            if n is None:
-                n = self._sources[netaddr] = len(self._source_addrs)
-                try:
-                    self._source_addrs.append(NetAddr.from_bytes(netaddr))
-                except errors.ProtocolError:
-                    self._source_addrs.append(None)
-            return n
-
     def _peer_paths(self, addr: NetAddr, group: _worker.Group, timeout: float | None = None) -> _Peer:
         """The peer, connected: any number of threads asking for one make one connection."""
         key = (group.index, addr)
@@ -737,8 +750,7 @@ class TransferEngine(_worker.EngineBase):
     def _received(self, number: int, index: int, length: int, source: int) -> None:
         pool = self._pools.get(number)
         if pool is not None:
-            known = source < len(self._source_addrs)
-            pool._deliver(self, index, length, self._source_addrs[source] if known else None)
+            pool._deliver(self, index, length, self._sources.addr(source))
 
     # ------------------------------------------------------------------ immediates and watchers
 
@@ -831,8 +843,7 @@ class TransferEngine(_worker.EngineBase):
             name = f"fabricx fail-over ({self.name})"
             threading.Thread(target=self._fail_over, args=(self._groups_open[group], nic), name=name, daemon=True).start()
         elif kind == _EV_EARLY:
-            known = source < len(self._source_addrs)
-            addr = self._source_addrs[source] if known else "an unknown peer"
+            addr = self._sources.addr(source) or "an unknown peer"
             self._report(errors.TooManyEarly(f"{addr} sent immediates that nobody expects, more than {self.config.max_early}"))
 
     def _lost(self, group: _worker.Group, peer_id: int, source: int) -> None:
@@ -842,9 +853,9 @@ class TransferEngine(_worker.EngineBase):
             addr = ref.addr
             ref.mark_lost()
             if source == _NO_ID:
-                source = self._sources.get(addr.to_bytes(), _NO_ID)
-        if source < len(self._source_addrs):
-            addr = addr or self._source_addrs[source]
+                source = self._sources.numbers.get(addr.to_bytes(), _NO_ID)
+        if self._sources.addr(source) is not None:
+            addr = addr or self._sources.addr(source)
             group.forget_source(source)
             if source in self._lost_sources:  # each NIC reports it
                 return

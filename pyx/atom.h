@@ -115,6 +115,12 @@ static inline void *alloc_lines(size_t n) {            /* zeroed, cache-line ali
     memset(p, 0, n);
     return p;
 }
+/* Large tables of which little is used: zero pages that cost nothing until they are touched. */
+static inline void *map_zeroed(size_t n) {
+    void *p = mmap(0, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return p == MAP_FAILED ? 0 : p;
+}
+static inline void unmap(void *p, size_t n) { if (p) munmap(p, n); }
 static inline int pin_to(int core) {
     cpu_set_t s; CPU_ZERO(&s); CPU_SET(core, &s);
     return pthread_setaffinity_np(pthread_self(), sizeof s, &s);

@@ -33,6 +33,8 @@ cdef extern from "atom.h" nogil:
     long bell_wake(uint32_t*, uint32_t) noexcept
     int ring_bell(uint32_t*) noexcept
     void* alloc_lines(size_t) noexcept
+    void* map_zeroed(size_t) noexcept
+    void unmap(void*, size_t) noexcept
     int pin_to(int) noexcept
     void copy_small(void*, const void*, uint64_t) noexcept
     void copy_nt(void*, const void*, uint64_t) noexcept

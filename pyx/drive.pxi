@@ -266,11 +266,12 @@ cdef inline void worker_turns(group_t* g) noexcept nogil:
 cdef inline void submit(group_t* g, req_t* r) noexcept nogil:
     """Hands a request over. Caller style: post here and now if nobody else drives. Else: queue, bell."""
     cdef uint64_t t0 = r.t0
+    cdef uint32_t op = r.op
     if g.caller and trylock(g):
         start(g, r)
         if t0:
             g.t_post = tsc()
-        if g.backlog != NULL or g.rearm:
+        if g.backlog != NULL or g.rearm or op == OP_RECV:   # a receive may let a message in that waits
             g.rearm = 0
             unlock(g)
             wake_worker(g)

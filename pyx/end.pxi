@@ -106,6 +106,8 @@ cdef inline void finish(group_t* g, req_t* r, uint32_t state) noexcept nogil:
         timer_del(&g.wheel, r)
         if r.listed and not half_sent(r):
             backlog_del(g, r)
+            if r.op == OP_SEND and r.peer.half == <void*>r:
+                r.peer.half = NULL
         r.stopped = 1
         g.ended += 1
         if state != DONE:

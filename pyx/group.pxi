@@ -54,7 +54,8 @@ cdef class Group:
     cdef readonly object device, domains, address
     cdef readonly uint32_t index
     cdef readonly bint lands, running
-    cdef object cbq_, orphans, peers, nic_peers
+    cdef object cbq_, peers, nic_peers
+    cdef list orphans                       # dropped transfers whose index arrays may still be read
     cdef uint32_t forks
 
     def __cinit__(self, engine, uint32_t index, device, CallbackQueue cbq, *, bint caller, bint busy, uint32_t spin, uint32_t yields, int core,
@@ -74,7 +75,7 @@ cdef class Group:
         g.wheel.tick = now_ns() >> TICK_SHIFT
         g.efd = -1
         g.live = <uint8_t*>calloc(1 << IMM_INDEX_BITS, 1)
-        g.early = <uint32_t*>calloc(SOURCES, sizeof(uint32_t))     # pages of it are touched as sources appear
+        g.early = <uint32_t*>map_zeroed(SOURCES * sizeof(uint32_t))
         if g.live == NULL or g.early == NULL:
             raise MemoryError
         g.nsrc = SOURCES
@@ -98,7 +99,7 @@ cdef class Group:
         free(g.imm.slot)
         free(g.shards.slot)
         free(g.live)
-        free(g.early)
+        unmap(g.early, SOURCES * sizeof(uint32_t))
         if g.efd >= 0 and self.forks == fx_forks:
             c_close(g.efd)
         while g.pool_.head != NULL:
@@ -371,8 +372,11 @@ cdef class Group:
 
     cdef int adopt(self, Transfer t) except -1:
         """Keeps index arrays of a dropped transfer until nothing reads them."""
-        self.orphans = [x for x in self.orphans if not ld_acq32(&(<Transfer>x).r.quiet)]
         self.orphans.append(t)
+        return self.sweep()
+
+    cdef int sweep(self) except -1:
+        self.orphans = [x for x in self.orphans if not ld_acq32(&(<Transfer>x).r.quiet)]
         return 0
 
     cdef object error(self, Transfer t):

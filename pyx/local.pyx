@@ -845,14 +845,14 @@ cdef class Inbox:
         self.view = np.frombuffer(view, np.uint8)
         self.box = <inbox_t*><uintptr_t>self.view.ctypes.data
         self.rx = <rx_t*>calloc(LANES, sizeof(rx_t))
-        self.region = <region_t*>calloc(REGIONS, sizeof(region_t))
+        self.region = <region_t*>map_zeroed(REGIONS * sizeof(region_t))
         if self.rx == NULL or self.region == NULL:
             raise MemoryError
         self.box.magic, self.box.version, self.box.incarnation = INBOX_MAGIC, INBOX_VERSION, incarnation
 
     def __dealloc__(self):
         free(self.rx)
-        free(self.region)
+        unmap(self.region, REGIONS * sizeof(region_t))
 
     @property
     def bell(self):
@@ -932,10 +932,10 @@ cdef class LocalState:
         if d == NULL:
             raise MemoryError
         d.box, d.rx, d.region, d.nic = inbox.box, inbox.rx, inbox.region, nic
-        d.peer = <tx_t*>calloc(PEERS, sizeof(tx_t))
-        d.imp = <imp_t*>calloc(IMPORTS, sizeof(imp_t))
-        d.recv = <recv_t*>calloc(RECVS, sizeof(recv_t))
-        d.comp = <comp_t*>calloc(COMPS, sizeof(comp_t))
+        d.peer = <tx_t*>map_zeroed(PEERS * sizeof(tx_t))
+        d.imp = <imp_t*>map_zeroed(IMPORTS * sizeof(imp_t))
+        d.recv = <recv_t*>map_zeroed(RECVS * sizeof(recv_t))
+        d.comp = <comp_t*>map_zeroed(COMPS * sizeof(comp_t))
         if d.peer == NULL or d.imp == NULL or d.recv == NULL or d.comp == NULL:
             raise MemoryError
         if chaos is not None:
@@ -951,11 +951,11 @@ cdef class LocalState:
             return
         if self.d.peer != NULL:
             for i in range(self.d.npeers):
-                free(self.d.peer[i].pend)
-        free(self.d.peer)
-        free(self.d.imp)
-        free(self.d.recv)
-        free(self.d.comp)
+                unmap(self.d.peer[i].pend, PENDS * sizeof(pend_t))
+        unmap(self.d.peer, PEERS * sizeof(tx_t))
+        unmap(self.d.imp, IMPORTS * sizeof(imp_t))
+        unmap(self.d.recv, RECVS * sizeof(recv_t))
+        unmap(self.d.comp, COMPS * sizeof(comp_t))
         free(self.d)
 
     @property
@@ -983,9 +983,9 @@ cdef class LocalState:
         else:
             return None
         p = &self.d.peer[i]
-        free(p.pend)
+        unmap(p.pend, PENDS * sizeof(pend_t))
         memset(p, 0, sizeof(tx_t))
-        p.pend = <pend_t*>calloc(PENDS, sizeof(pend_t))
+        p.pend = <pend_t*>map_zeroed(PENDS * sizeof(pend_t))
         if p.pend == NULL:
             raise MemoryError
         p.box = <inbox_t*><uintptr_t>np.frombuffer(view, np.uint8).ctypes.data

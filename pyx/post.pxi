@@ -343,11 +343,12 @@ cdef inline int post_send(group_t* g, req_t* r) noexcept nogil:
         return 1
     d = &g.nic[i]
     peer = r.peer.at_nic[i]
-    if d.nfree == 0:
+    if d.nfree == 0 or (r.peer.half != NULL and r.peer.half != <void*>r):
         return 0
     r.send.peer = peer
     r.send.ctx = slot_ctx(d, 0)
     rc = d.ops.post_send(d.dom, &r.send)
+    r.peer.half = <void*>r if rc == POST_FULL and r.send.at else NULL
     if rc == POST_DONE or rc == POST_QUEUED:
         d.posts += 1
         d.bytes += r.send.len
@@ -480,28 +481,31 @@ cdef inline int backlog_turn(group_t* g) noexcept nogil:
     """Goes on with requests too large for one turn, each a piece, in turn."""
     cdef req_t* r = g.backlog
     cdef req_t* nxt
-    cdef uint64_t i, n = min(g.nbacklog, <uint64_t>16)
-    cdef int worked = 0
+    cdef uint64_t n = g.nbacklog
+    cdef int worked = 0, tried = 0
     cdef uint64_t at, part
     cdef uint32_t shard
-    for i in range(n):
-        r = g.backlog
-        if r == NULL:
-            break
-        backlog_del(g, r)
+    while r != NULL and n > 0 and tried < 16:
+        n -= 1
+        nxt = r.next
         if r.op == OP_SEND and r.peer.stamp == g.turns + 1:
-            backlog_add(g, r)
+            r = nxt                     # behind one that found no room: messages to a peer keep their order
             continue
-        at = r.at
+        tried += 1
+        at = r.at + r.send.at
         part = r.part
         shard = r.shard
         if post(g, r):
             worked = 1
+            backlog_del(g, r)
             close_out(g, r)
         else:
-            if r.at != at or r.part != part or r.shard != shard:
+            if r.at + r.send.at != at or r.part != part or r.shard != shard:
                 worked = 1
             if r.op == OP_SEND:
                 r.peer.stamp = g.turns + 1
-            backlog_add(g, r)
+            else:                       # others get their turn
+                backlog_del(g, r)
+                backlog_add(g, r)
+        r = nxt
     return worked

@@ -41,6 +41,7 @@ cdef struct peer_t:         # a remote group
     uint32_t inflight
     uint32_t burnt          # tags that failed writes took with them
     uint32_t sends          # messages in the backlog: later ones queue behind them
+    void* half              # req_t*: the message of which fragments are out; none other may start before it is whole
     uint64_t stamp          # turn in which a message to it could not be posted
     uint32_t at_nic[MAX_NICS]   # the fabric's index of its first NIC, or NO_SRC
     uint64_t tags[8]        # a bit for each of IMM_TAGS

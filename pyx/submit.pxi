@@ -279,6 +279,8 @@ cdef class EngineBase:
     @cython.final
     cdef Transfer submit_pages(self, PreparedPages p, imm, on_done, timeout, nic, bint landed):
         cdef Transfer t = p.src.group.transfer(OP_PAGES)
+        if p.src.group.orphans:
+            p.src.group.sweep()
         cdef req_t* r = t.r
         cdef group_t* g = p.src.group.g
         if imm is not None:

@@ -92,7 +92,7 @@ cdef class Transfer:
     def __dealloc__(self):
         if self.r == NULL:
             return
-        if self.keep is not None and not ld_acq32(&self.r.quiet):
+        if self.keep is not None and ld_acq32(&self.r.state) != DONE and not ld_acq32(&self.r.quiet):
             self.group.adopt(self.orphan())     # index arrays are borrowed until nothing can read them
         req_drop(&self.group.g.pool_, self.r)
 
