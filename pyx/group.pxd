@@ -42,7 +42,7 @@ cdef struct nic_t:
     fabric_ops_t* ops
     void* dom
     uint32_t up, caps
-    uint64_t max_msg, chunk
+    uint64_t max_msg, chunk, run
     uint64_t out_bytes      # posted, not completed
     uint64_t bytes          # posted in all
     wr_t* wr

@@ -127,7 +127,7 @@ cdef class Group:
             d.dom = <void*><uintptr_t>x.dom
             if d.ops.version != FABRIC_VERSION or d.ops.size != sizeof(fabric_ops_t):
                 raise errors.FabricUnavailable(f"{x.info.name}: its extension was built for another version of the contract")
-            d.caps, d.max_msg, d.chunk = x.info.caps, x.info.max_msg, max(1, x.info.chunk)
+            d.caps, d.max_msg, d.chunk, d.run = x.info.caps, x.info.max_msg, max(1, x.info.chunk), max(1, x.info.run)
             d.nwr = max(64, min(65536, x.info.depth))
             d.up = 1
             if x.bell:

@@ -583,25 +583,18 @@ cdef int local_many(void* dom, write_t* w, int n) noexcept nogil:
 cdef int local_pages(void* dom, pages_t* g) noexcept nogil:
     cdef dom_t* d = <dom_t*>dom
     cdef held_t* h
-    cdef uint64_t n, x
-    cdef int some = 0
     if d.down:
         return -FE_NIC
     if d.chaos == NULL:
         return put_pages(d, g)
     if g.peer >= d.npeers or d.peer[g.peer].dead:
         return -FE_PEER_LOST
-    while g.at < g.end:             # in runs of random length, so that pages overtake each other
-        x = draw(d.chaos, g.peer, d.peer[g.peer].seq, 4)
-        n = min(g.end - g.at, 1 + x % 16)
-        h = hold(d, g.peer, g.ctx, <uint32_t>n)
-        if h == NULL:
-            return POST_QUEUED if some else POST_FULL
-        h.kind = K_PAGES
-        h.p = g[0]
-        h.p.end = g.at + n
-        g.at += n
-        some = 1
+    h = hold(d, g.peer, g.ctx, <uint32_t>(g.end - g.at))
+    if h == NULL:
+        return POST_FULL
+    h.kind = K_PAGES
+    h.p = g[0]
+    g.at = g.end
     return POST_QUEUED
 
 cdef int local_recv(void* dom, void* buf, uint64_t n, uint64_t lkey, uint64_t ctx) noexcept nogil:

@@ -174,7 +174,7 @@ cdef inline int post_run(group_t* g, req_t* r, uint64_t* at, uint64_t end) noexc
         most = max(<uint64_t>1, d.chunk // r.len)
         most = min(most, <uint64_t>PAGES_A_POST)
     else:
-        most = 256
+        most = d.run
     if r.rmr.npaths > 1:
         most = min(most, max(<uint64_t>16, (r.n + r.rmr.npaths - 1) // r.rmr.npaths))
     v.at = at[0]

@@ -8,6 +8,7 @@ time and makes rows of what side 0 reports. Messages are JSON with a length befo
 from __future__ import annotations
 
 import importlib
+import mmap
 import os
 import socket
 import statistics
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from ..errors import FabricxError, ProtocolError, TransferTimeout
 
@@ -194,6 +196,47 @@ class Side:
         if data != b"f" or len(fds) != 1:
             raise ProtocolError("expected a descriptor")
         return fds[0]
+
+    def unix_pair(self) -> socket.socket:
+        """A stream socket to the other side."""
+        if self.first:
+            mine, theirs = socket.socketpair()
+            os.close(self.swap_fd(theirs.fileno()))
+            theirs.close()
+            return mine
+        with open(os.devnull) as nothing:
+            return socket.socket(fileno=self.swap_fd(nothing.fileno()))
+
+    def tcp_pair(self) -> socket.socket:
+        """A TCP connection over loopback to the other side, without Nagle's delay."""
+        if self.first:
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                self.swap(listener.getsockname()[1])
+                listener.settimeout(STEP)
+                sock = listener.accept()[0]
+        else:
+            sock = socket.create_connection(("127.0.0.1", self.swap(0)), STEP)
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+
+    def shared(self, nbytes: int) -> Mapping:
+        """Zeroed memory that both sides map."""
+        fd = os.memfd_create("fabricx bench")
+        os.ftruncate(fd, nbytes)
+        theirs = self.swap_fd(fd)
+        m = Mapping(fd if self.first else theirs, nbytes)
+        os.close(fd)
+        os.close(theirs)
+        return m
+
+
+class Mapping:
+    """A file mapped into this process: `array` (uint8) and `addr`."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.array = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+        self.addr = self.array.ctypes.data
 
 
 # ---------------------------------------------------------------- in a side's process

@@ -30,6 +30,8 @@ class DomainInfo:
     max_msg : longest single write in bytes.
     depth : posts that may be outstanding at once.
     chunk : bytes a post should carry on a CAP_SYNC domain, so that immediates are not starved.
+    run : pages that one ctx stands for at most. A fabric that completes pages in any order and can only say how many of a ctx
+        were counted, not which, takes so many at a time that it carries them out as one.
     inline : bytes up to which a write needs no registered source; 0 if there is no such size.
     numa : NUMA node, -1 unknown.
     """
@@ -40,6 +42,7 @@ class DomainInfo:
     max_msg: int
     depth: int = 1024
     chunk: int = 262_144
+    run: int = 256
     inline: int = 0
     numa: int = -1
 

@@ -254,7 +254,7 @@ class LocalDomain(Domain):
         self.state.set_probe(self.probe)
         self.ops, self.dom, self.bell = self.state.ops, self.state.dom, group.inbox.bell
         caps = CAP_LANDED | (0 if chaos is not None else CAP_SYNC)
-        self.info = DomainInfo(f"local{nic}", "fabricx local", caps, 1 << 62, depth=512 if chaos is not None else 4096, chunk=_CHUNK)
+        self.info = DomainInfo(f"local{nic}", "fabricx local", caps, 1 << 62, depth=512 if chaos is not None else 4096, chunk=_CHUNK, run=8)
         self.addr = struct.pack("<B", nic) + group.name[1:]
         self.conns: dict[int, _Conn] = {}  # peer index -> connection
         self.by_addr: dict[tuple[bytes, bytes], _Conn] = {}
