@@ -8,6 +8,7 @@ time and makes rows of what side 0 reports. Messages are JSON with a length befo
 from __future__ import annotations
 
 import importlib
+import logging
 import mmap
 import os
 import socket
@@ -247,6 +248,7 @@ def serve(spec: str, rank: int, cores: Sequence[int], up_fd: int, peer_fd: int, 
     up = Channel(socket.socket(fileno=up_fd))
     peer = Channel(socket.socket(fileno=peer_fd)) if peer_fd >= 0 else None
     case: Case | None = None
+    logging.getLogger("fabricx").setLevel(logging.ERROR)  # that the other side leaves at the end is no news
     try:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
         side = Side(rank, cores, peer, options)
