@@ -867,7 +867,7 @@ class TransferEngine(_worker.EngineBase):
             if known is not None:
                 known.ref.mark_lost()
             waiting = list(self._expecting.pop(addr, ()))
-        log.warning("%s: peer lost: %s", self.name, addr)
+        log.info("%s: peer lost: %s", self.name, addr)
         for t in waiting:
             self._fail(t, _FE_PEER_LOST)
         if self.on_peer_lost is not None:

@@ -102,21 +102,34 @@ def lifetime() -> None:
         b.alloc_uvm_watcher(lambda old, new: None)
 
 
-def test_many_lifetimes_leave_nothing(record_property) -> None:  # type: ignore[no-untyped-def]
-    me = psutil.Process()
-    for _ in range(5):
-        lifetime()
+LIFETIMES = """
+import gc, os, sys, threading
+import psutil
+sys.path.insert(0, {here!r})
+from test_life import lifetime
+me = psutil.Process()
+
+def marks():
     gc.collect()
-    fds, threads, shm, rss = me.num_fds(), threading.active_count(), sorted(os.listdir("/dev/shm")), me.memory_info().rss
-    for _ in range(60):
-        lifetime()
-    gc.collect()
-    until(lambda: threading.active_count() <= threads)
-    assert me.num_fds() <= fds
-    assert sorted(os.listdir("/dev/shm")) == shm
-    grown = me.memory_info().rss - rss
-    record_property("grown", grown)
-    assert grown < 60 * 100_000, f"{grown} bytes over 60 lifetimes"
+    return me.num_fds(), threading.active_count(), len(os.listdir("/dev/shm")), me.memory_info().rss, len(gc.get_objects())
+
+for _ in range(40):
+    lifetime()
+before = marks()
+for _ in range(80):
+    lifetime()
+after = marks()
+print(*(b - a for a, b in zip(before, after)))
+"""
+
+
+def test_many_lifetimes_leave_nothing() -> None:
+    p = run(LIFETIMES.format(here=str(Path(__file__).parent)))
+    assert p.returncode == 0, p.stderr
+    fds, threads, shm, rss, objects = map(int, p.stdout.split())
+    assert (fds, threads, shm) == (0, 0, 0)
+    assert objects < 80, f"{objects} Python objects more after 80 lifetimes"
+    assert rss < 80 * 100_000, f"{rss} bytes more after 80 lifetimes"
 
 
 def test_a_forked_child_gets_a_clear_error_and_the_parent_goes_on(pair: Pair) -> None:
