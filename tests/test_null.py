@@ -168,7 +168,9 @@ def test_options_are_read_from_the_name():
     assert parse_nic("null3:queued,depth=64,loopback") == {"queued": True, "depth": 64, "loopback": True}
 
 
-@pytest.mark.parametrize("name", ["null0:fast", "null0:depth=0", "null0:depth=x", "null0:queued=1", "null0:depth=65537"])
+@pytest.mark.parametrize(
+    "name", ["null0:fast", "null0:depth=0", "null0:depth=x", "null0:queued=1", "null0:depth=65537"]
+)
 def test_an_unknown_option_is_refused_by_name(name):
     with pytest.raises(fx.FabricUnavailable, match=name.partition(":")[2]):
         fx.TransferEngine("null", nics=[name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
+from typing import ClassVar
 
 import numpy as np
 
@@ -27,12 +28,13 @@ class Pair(Case):
     their : MrDesc of the other side's region.
     """
 
-    options: dict[str, object] = {"progress": "caller"}
+    fabric = "local"
+    options: ClassVar[dict[str, object]] = {"progress": "caller"}
     size = 4096
 
     def __init__(self, side: Side) -> None:
         super().__init__(side)
-        self.engine = fx.TransferEngine("local", **self.options)
+        self.engine = fx.TransferEngine(self.fabric, **self.options)
         self.buffer = self.engine.alloc(self.size)
         self.handle, self.desc = self.engine.reg_mr(self.buffer)
         self.their = fx.MrDesc.from_bytes(side.swap_bytes(self.desc.to_bytes()))
@@ -104,7 +106,11 @@ class PingPong(Pair):
 class PingPongThread(PingPong):
     """The same with a worker thread that yields; it shares its process's core."""
 
-    options = {"progress": "thread", "polling": "adaptive", "config": fx.Config(spin=0, yields=1 << 30)}
+    options: ClassVar[dict[str, object]] = {
+        "progress": "thread",
+        "polling": "adaptive",
+        "config": fx.Config(spin=0, yields=1 << 30),
+    }
     metric, bar, n = "8 B half round trip, Python, worker thread that yields", 0.8, 1_000
 
 
@@ -145,7 +151,7 @@ class Bandwidth(Pair):
 
     size = SLOTS * 16 * MIB
     style = "caller"
-    bars = {64 << 10: 0.75, MIB: 1.2, 16 * MIB: 1.2}
+    bars: ClassVar[dict[int, float | None]] = {64 << 10: 0.75, MIB: 1.2, 16 * MIB: 1.2}
 
     def __init__(self, side: Side) -> None:
         super().__init__(side)
@@ -203,9 +209,9 @@ class Bandwidth(Pair):
 class BandwidthThread(Bandwidth):
     """The same with a worker thread, which shares its process's core."""
 
-    options = {"progress": "thread", "polling": "adaptive"}
+    options: ClassVar[dict[str, object]] = {"progress": "thread", "polling": "adaptive"}
     style = "thread"
-    bars = {64 << 10: 0.55, MIB: None, 16 * MIB: None}
+    bars: ClassVar[dict[int, float | None]] = {64 << 10: 0.55, MIB: None, 16 * MIB: None}
 
 
 class BandwidthUnmapped(Bandwidth):
@@ -347,7 +353,15 @@ class PagedWrites(Pair):
                 at_least=True,
             )
 
-        floor = Measure("pages", "local", "a bare loop of memcpy, nobody told", "M pages/s", self.floor, size=self.plan.PAGE, reference="")
+        floor = Measure(
+            "pages",
+            "local",
+            "a bare loop of memcpy, nobody told",
+            "M pages/s",
+            self.floor,
+            size=self.plan.PAGE,
+            reference="",
+        )
         return [
             one("1,024 shuffled, mapped, caller", lambda: self.ours(self.their), 3.5),
             one("1,024 shuffled, unmapped, caller", lambda: self.ours(self.far), None),
@@ -404,4 +418,13 @@ class PagedWrites(Pair):
         return 1e3 / float(np.median(ns))
 
 
-CASES = [PingPong, PingPongThread, PingPongNative, Bandwidth, BandwidthThread, BandwidthUnmapped, FirstRead, PagedWrites]
+CASES = [
+    PingPong,
+    PingPongThread,
+    PingPongNative,
+    Bandwidth,
+    BandwidthThread,
+    BandwidthUnmapped,
+    FirstRead,
+    PagedWrites,
+]

@@ -35,7 +35,9 @@ def null_engine(side: Side, core: int, **options: object) -> fx.TransferEngine:
 
 def far(number: int, size: int = 1 << 44) -> fx.MrDesc:
     """A region of a peer that is nowhere: the null fabric reaches everybody."""
-    owner = fx.NetAddr(fabric="null", incarnation=number + 1, device="cpu:0", host="nowhere", pid=number + 1, nics=(b"null0",))
+    owner = fx.NetAddr(
+        fabric="null", incarnation=number + 1, device="cpu:0", host="nowhere", pid=number + 1, nics=(b"null0",)
+    )
     return fx.MrDesc(owner=owner, base=1 << 40, length=size, rkeys=(number + 1,), device="cpu", name=f"far {number}")
 
 
@@ -63,8 +65,16 @@ class Enqueue(Case):
             return Measure("enqueue", "null", metric, "us", ours, bar=bar, size=256)
 
         return [
-            one("nogil, to an awake worker", lambda: _worker.enqueue_nogil(self.engine, self.handle, self.desc, self.N) / 1e3, 0.12),
-            one("Python with a Transfer, to an awake worker", lambda: self.python(self.engine, self.handle, self.desc), 0.3),
+            one(
+                "nogil, to an awake worker",
+                lambda: _worker.enqueue_nogil(self.engine, self.handle, self.desc, self.N) / 1e3,
+                0.12,
+            ),
+            one(
+                "Python with a Transfer, to an awake worker",
+                lambda: self.python(self.engine, self.handle, self.desc),
+                0.3,
+            ),
             one(
                 "Python with a Transfer, posted inline (caller)",
                 lambda: self.python(self.inline, self.handle_inline, self.desc_inline),
@@ -105,8 +115,26 @@ class PickUp(Case):
 
     def measures(self) -> list[Measure]:
         return [
-            Measure("pick-up", "null", "submit to picked up, p50", "us", lambda: self.column(1), bar=0.3, size=256, note=self.tail),
-            Measure("prepare", "null", "picked up to posted, p50", "us", lambda: self.column(2), bar=0.1, size=256, note=self.tail),
+            Measure(
+                "pick-up",
+                "null",
+                "submit to picked up, p50",
+                "us",
+                lambda: self.column(1),
+                bar=0.3,
+                size=256,
+                note=self.tail,
+            ),
+            Measure(
+                "prepare",
+                "null",
+                "picked up to posted, p50",
+                "us",
+                lambda: self.column(2),
+                bar=0.1,
+                size=256,
+                note=self.tail,
+            ),
         ]
 
     def column(self, i: int) -> float:
@@ -142,7 +170,9 @@ class Pages(Case):
     def submit(self, engine: fx.TransferEngine, n: int = N) -> fx.Transfer:
         handle, desc = self.to[engine]
         src, dst = self.src[:n], self.dst[:n]
-        return engine.submit_paged_writes(1024, 3, (handle, fx.Pages(src, stride=1024)), (desc, fx.Pages(dst, stride=1024)))
+        return engine.submit_paged_writes(
+            1024, 3, (handle, fx.Pages(src, stride=1024)), (desc, fx.Pages(dst, stride=1024))
+        )
 
     def measures(self) -> list[Measure]:
         def one(metric: str, unit: str, ours, bar: float | None, **k: object) -> Measure:
@@ -150,7 +180,13 @@ class Pages(Case):
 
         return [
             one("posting by the worker, one request of a million", "M pages/s", self.worker_rate, 25, at_least=True),
-            one("posting by the caller, one request of a million, checked", "M pages/s", lambda: self.rate(self.engine), 25, at_least=True),
+            one(
+                "posting by the caller, one request of a million, checked",
+                "M pages/s",
+                lambda: self.rate(self.engine),
+                25,
+                at_least=True,
+            ),
             one("Python bytes beyond the arrays, a million pages", "bytes", self.traced, 65536, most=3),
             one("Python objects beyond the arrays, a million pages", "objects", self.objects, 16, most=3),
             one("resident memory after 10 requests of a million", "MB", self.resident, 1.0, most=3),
@@ -166,7 +202,9 @@ class Pages(Case):
     def worker_rate(self) -> float:
         """The worker's part alone: a prepared list, checked before, from submit to the end."""
         handle, desc = self.to[self.thread]
-        p = self.thread.prepare(1024, (handle, fx.Pages(self.src, stride=1024)), (desc, fx.Pages(self.dst, stride=1024)))
+        p = self.thread.prepare(
+            1024, (handle, fx.Pages(self.src, stride=1024)), (desc, fx.Pages(self.dst, stride=1024))
+        )
         t = time.perf_counter_ns()
         self.thread.submit_prepared(p, 3).wait(30)
         return self.N * 1e3 / (time.perf_counter_ns() - t)
@@ -290,7 +328,12 @@ class Immediates(Case):
         ]
 
     def one_by_one(self) -> float:
-        submit, expect, src, dst = self.engine.submit_single_write, self.engine.expect_imm_count, (self.handle, 0), (self.desc, 0)
+        submit, expect, src, dst = (
+            self.engine.submit_single_write,
+            self.engine.expect_imm_count,
+            (self.handle, 0),
+            (self.desc, 0),
+        )
         t = time.perf_counter_ns()
         for _ in range(5_000):
             x = expect(5, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -22,7 +23,8 @@ _IMPORT = "import time; t = time.perf_counter(); import fabricx; print((time.per
 
 def memory(program: str) -> tuple[float, float]:
     """(resident, proportional) MB of a program that is idle."""
-    p = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    env = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}  # as a user's process has it
+    p = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
     assert p.stdin is not None and p.stdout is not None
     try:
         if p.stdout.read(1) != b".":
@@ -71,7 +73,15 @@ class Idle(Case):
         for progress in ("thread", "caller"):
             program = _CPU.format(fabric="local", progress=progress, seconds=1.0)
             out.append(
-                Measure("idle", "local", f"processor time, {progress}", "% of a core", lambda p=program: number(p), bar=0.5, most=3)
+                Measure(
+                    "idle",
+                    "local",
+                    f"processor time, {progress}",
+                    "% of a core",
+                    lambda p=program: number(p),
+                    bar=0.5,
+                    most=3,
+                )
             )
         out.append(Measure("import", "", "import fabricx", "ms", lambda: number(_IMPORT), bar=150.0))
         return out

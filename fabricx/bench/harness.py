@@ -332,7 +332,9 @@ def cores() -> list[int]:
     return [allowed[0], allowed[1 % len(allowed)]]
 
 
-def run_case(spec: str, fabric: str, sides: int, limit: float, options: dict[str, Any], tell: Callable[[Row], None]) -> list[Row]:
+def run_case(
+    spec: str, fabric: str, sides: int, limit: float, options: dict[str, Any], tell: Callable[[Row], None]
+) -> list[Row]:
     """Runs a case in fresh processes; rows as they come, also to `tell`. Never raises for what goes wrong inside: that is a row."""
     rows: list[Row] = []
 
@@ -372,7 +374,14 @@ def _start(spec: str, sides: int, options: dict[str, Any]) -> tuple[list[subproc
     for rank in range(sides):
         mine, theirs = socket.socketpair()
         fds = [theirs.fileno()] + ([links[rank].fileno()] if links else [])
-        args = {"spec": spec, "rank": rank, "cores": cores(), "up_fd": fds[0], "peer_fd": fds[1] if links else -1, "options": options}
+        args = {
+            "spec": spec,
+            "rank": rank,
+            "cores": cores(),
+            "up_fd": fds[0],
+            "peer_fd": fds[1] if links else -1,
+            "options": options,
+        }
         command = [sys.executable, "-m", f"{__package__}.side", msgspec.json.encode(args).decode()]
         procs.append(subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=_environment()))
         ups.append(Channel(mine))
