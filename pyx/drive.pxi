@@ -217,7 +217,7 @@ cdef inline void worker_turns(group_t* g) noexcept nogil:
     cdef uint32_t idle = 0
     cdef int n
     cdef int64_t ns
-    cdef uint64_t now
+    cdef uint64_t now, known = 0
     while not ld_acq32(&g.stop):
         if ld_rlx32(&g.want):
             sched_yield()
@@ -252,11 +252,14 @@ cdef inline void worker_turns(group_t* g) noexcept nogil:
             if g.wheel.n:
                 timers(g)
             ns = <int64_t>timer_next(&g.wheel, now)
+            if g.wheel.n == 0 and g.submitted != known:
+                ns = LINGER_NS          # else every wait's deadline would be earlier than "never", and wake the worker
+                known = g.submitted
             g.sleep_until = now + <uint64_t>ns
             fx_set_bell(g.bell, WORKER)
             if armed(g) and not ld_acq32(&g.stop):
                 release(g)
-                sleep_on(g, WORKER, -1 if g.wheel.n == 0 else ns)
+                sleep_on(g, WORKER, -1 if g.wheel.n == 0 and ns != LINGER_NS else ns)
             else:
                 st_rlx32(g.bell, 0)
                 release(g)

@@ -53,8 +53,9 @@ cdef inline void tell(group_t* g, req_t* r, uint32_t state) noexcept nogil:
         cbq_push(g.cbq, &r.cb_node)
     if ld_rlx32(&r.waiters):
         futex_wake(&r.state, 1 << 30)
-    lq = <loopq_t*>xchgp(<void**>&r.lq, <void*>1)   # 1: closed, a late awaiter sees it is over
-    if lq != NULL:
+    # An awaiter registers, then looks at the state; the state is out before we look: one of the two sees the other.
+    lq = <loopq_t*>ld_acqp(<void**>&r.lq)
+    if lq != NULL and casp(<void**>&r.lq, lq, NULL):
         while True:
             old = ld_acqp(&lq.head)
             r.lq_next = <req_t*>old

@@ -17,6 +17,7 @@ cdef enum:
     PARK_WAKE = 1           # the worker failed the try-lock: wake it when the lock is given back
     PARK_TIMED = 2          # ... it looks again by itself within PARK_NS
     PARK_NS = 1000000
+    LINGER_NS = 1000000000  # a worker without timers sleeps this long first, then without end
     NAP_NS = 20000000       # a sleeping caller comes up this often to look at signals
     TAKE = 64               # requests taken a turn
     POLL = 16               # completions taken a poll

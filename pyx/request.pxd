@@ -181,7 +181,7 @@ cdef inline req_t* req_new(pool_t* p, uint32_t op) noexcept nogil:
 cdef inline void req_drop(pool_t* p, req_t* r) noexcept nogil:
     """One reference less; the last one gives the request back."""
     cdef redo_t* d
-    if fadd32(&r.refs, <uint32_t>-1) != 1:
+    if ld_acq32(&r.refs) != 1 and fadd32(&r.refs, <uint32_t>-1) != 1:
         return
     if r.target != NULL:
         free(r.target)

@@ -209,9 +209,10 @@ cdef class Transfer:
             self.owner = q
             Py_INCREF(self)
             self.r.lq_obj = <void*>self
-            if not casp(<void**>&self.r.lq, NULL, <void*>&q.q):
+            xchgp(<void**>&self.r.lq, <void*>&q.q)
+            if ld_acq32(&self.r.state) != PENDING and casp(<void**>&self.r.lq, <void*>&q.q, NULL):
                 self.r.lq_obj = NULL
-                self.resolve()          # ended in between
+                self.resolve()          # ended in between, and nobody saw us
                 Py_DECREF(self)
         elif ld_acq32(&self.r.state) != PENDING:
             self.resolve()

@@ -202,7 +202,7 @@ def main(options: Mapping[str, Any] | None = None, **more: Any) -> int:
         pairs=pairs,
         case=o["case"],
         peers_env=o["peers_env"],
-        tell=lambda row: console.print(show(row), highlight=False, markup=False),
+        tell=lambda row: console.print(show(row), highlight=False, markup=False, soft_wrap=True),
     )
     m = result.machine
     console.print(table(result.rows))
