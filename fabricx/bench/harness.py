@@ -29,6 +29,7 @@ from ..errors import FabricxError, ProtocolError, TransferTimeout
 MAX_MESSAGE = 64 << 20
 #: seconds for one step of a case: set-up, or one arm
 STEP = 60.0
+GONE = "the other side of a measurement ended"
 
 
 class Skip(FabricxError):
@@ -122,7 +123,10 @@ class Channel:
 
     def put(self, message: Any) -> None:
         data = msgspec.json.encode(message)
-        self.sock.sendall(struct.pack("<I", len(data)) + data)
+        try:
+            self.sock.sendall(struct.pack("<I", len(data)) + data)
+        except (BrokenPipeError, ConnectionResetError):
+            raise EOFError(GONE) from None
 
     def get(self, timeout: float = STEP) -> Any:
         """The next message. TransferTimeout, ProtocolError for a length that cannot be, EOFError when the other is gone."""
@@ -143,8 +147,10 @@ class Channel:
                 got = self.sock.recv(n - len(out))
             except TimeoutError:
                 continue
+            except ConnectionResetError:
+                got = b""
             if not got:
-                raise EOFError("the other side of a measurement ended")
+                raise EOFError(GONE)
             out += got
         self.sock.settimeout(None)
         return bytes(out)
@@ -244,7 +250,7 @@ class Mapping:
 
 
 def serve(spec: str, rank: int, cores: Sequence[int], up_fd: int, peer_fd: int, options: dict[str, Any]) -> None:
-    """Runs one side of a case: `spec` is "module:Class"; reports go up `up_fd`."""
+    """Runs one side of a case: `spec` is "package.module:Class"; reports go up `up_fd`."""
     up = Channel(socket.socket(fileno=up_fd))
     peer = Channel(socket.socket(fileno=peer_fd)) if peer_fd >= 0 else None
     case: Case | None = None
@@ -253,7 +259,7 @@ def serve(spec: str, rank: int, cores: Sequence[int], up_fd: int, peer_fd: int, 
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
         side = Side(rank, cores, peer, options)
         module, _, name = spec.partition(":")
-        case = getattr(importlib.import_module(f"{__package__}.{module}"), name)(side)
+        case = getattr(importlib.import_module(module), name)(side)
         for m in case.measures():
             _pairs(side, m, up, options)
         case.close()
@@ -261,6 +267,8 @@ def serve(spec: str, rank: int, cores: Sequence[int], up_fd: int, peer_fd: int, 
         up.put({"end": True})
     except Skip as e:
         up.put({"skip": str(e)})
+    except EOFError as e:  # the other side says why
+        up.put({"error": str(e)})
     except BaseException as e:
         up.put({"error": f"{type(e).__name__}: {e}"})
         raise
@@ -352,20 +360,38 @@ def run_case(
             try:
                 message = ups[i].get(late)
             except (EOFError, TransferTimeout, ProtocolError) as e:
-                code = procs[i].poll()
-                message = {"gone": f"exit code {code}" if code is not None else f"{e} within {limit:.0f} s"}
+                message = {"gone": _cause(procs[i], e, limit)}
             if "measure" in message:
                 add(row_of(message))
             else:
                 finals[i] = message
     finally:
-        _stop(procs, ups)
-    for kind, words in (("skip", "skipped"), ("error", "failed"), ("gone", "failed")):
-        said = [f"side {i}: {m[kind]}" if kind != "skip" else m[kind] for i, m in sorted(finals.items()) if kind in m]
-        if said:
-            add(Row(case=spec.partition(":")[2], fabric=fabric, note=f"{words}: {'; '.join(said)}"))
-            break
+        _stop(procs, ups, 0.0 if any("gone" in m for m in finals.values()) else 5.0)
+    note = _fault(finals)
+    if note:
+        add(Row(case=spec.partition(":")[2], fabric=fabric, note=note))
     return rows
+
+
+def _cause(p: subprocess.Popen, e: Exception, limit: float) -> str:
+    """Why a side says nothing any more."""
+    if isinstance(e, EOFError):
+        try:
+            return f"ended with code {p.wait(5.0)}"
+        except subprocess.TimeoutExpired:
+            pass
+    return f"no answer within {limit:.0f} s" if isinstance(e, TransferTimeout) else str(e)
+
+
+def _fault(finals: dict[int, dict[str, Any]]) -> str:
+    """One sentence of what the sides said at the end; empty when all went well. A side that only says that the other has
+    gone knows nothing."""
+    skips = sorted({m["skip"] for m in finals.values() if "skip" in m})
+    if skips:
+        return f"skipped: {'; '.join(skips)}"
+    said = [(i, m.get("error") or m["gone"]) for i, m in sorted(finals.items()) if "error" in m or "gone" in m]
+    known = [x for x in said if x[1] != GONE] or said
+    return f"failed: {'; '.join(f'side {i}: {words}' for i, words in known)}" if known else ""
 
 
 def _start(spec: str, sides: int, options: dict[str, Any]) -> tuple[list[subprocess.Popen], list[Channel]]:
@@ -398,12 +424,12 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def _stop(procs: list[subprocess.Popen], ups: list[Channel]) -> None:
+def _stop(procs: list[subprocess.Popen], ups: list[Channel], grace: float) -> None:
     for up in ups:
         up.sock.close()
     for p in procs:
         try:
-            p.wait(5.0)
+            p.wait(grace)
         except subprocess.TimeoutExpired:
             p.kill()
             p.wait(5.0)

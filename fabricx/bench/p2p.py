@@ -20,7 +20,7 @@ from ..errors import OutOfRange
 from . import harness
 from .harness import Row
 
-MODULES = ("cases_null", "cases_local", "cases_ofi", "cases_peers", "cases_system")
+MODULES = tuple(f"{__package__}.cases_{name}" for name in ("null", "local", "ofi", "peers", "system"))
 PAIRS, QUICK_PAIRS, MOST_PAIRS = 21, 5, 1001
 
 
@@ -76,8 +76,8 @@ def chosen(pattern: str | None) -> list[tuple[str, str, type[harness.Case]]]:
     """
     out = []
     for module in MODULES:
-        fabric = module.removeprefix("cases_")
-        for cls in importlib.import_module(f"{__package__}.{module}").CASES:
+        fabric = module.rpartition("cases_")[2]
+        for cls in importlib.import_module(module).CASES:
             out.append((f"{module}:{cls.__name__}", fabric, cls))
     if not pattern:
         return out
