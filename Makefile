@@ -1,0 +1,39 @@
+# make demo / make test set everything up and run; a second run is quick.
+SHELL := /bin/bash
+VENV := .venv
+PY := $(VENV)/bin/python
+
+.PHONY: demo test bench soak lint clean setup
+
+setup: $(VENV)/.built
+
+# Python packages and system packages: again when what they are changes
+$(VENV)/.ready: pyproject.toml tools/setup.sh
+	@tools/setup.sh
+	@touch $@
+
+# extensions: again when a source changes
+$(VENV)/.built: $(VENV)/.ready setup.py $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
+	@echo "building the extensions"
+	@$(PY) setup.py -q build_ext --inplace -j2 2> $(VENV)/build.log || { cat $(VENV)/build.log; exit 1; }
+	@grep "left out" $(VENV)/build.log || true
+	@touch $@
+
+demo: setup
+	@$(PY) -m fabricx demo $(ARGS)
+
+test: setup
+	@$(PY) -m pytest $(ARGS)
+
+bench: setup
+	@$(PY) -m fabricx bench p2p $(ARGS)
+
+# what would take too long for every change: a million seeds, long stress
+soak: setup
+	@FABRICX_SOAK=1 FABRICX_SEEDS=$${FABRICX_SEEDS:-1000000} $(PY) -m pytest --timeout 100000 tests/engine/test_chaos.py tests/test_lockfree.py $(ARGS)
+
+lint: setup
+	@$(PY) -m pip install -q ruff && $(PY) -m ruff check fabricx tests setup.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info fabricx/*.so pyx/*.c results

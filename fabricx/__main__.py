@@ -1,0 +1,5 @@
+"""``python -m fabricx``: the `fabricx` command."""
+
+from .cli import main
+
+main()
