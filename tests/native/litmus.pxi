@@ -16,7 +16,8 @@ cdef void* publish_job(void* arg) noexcept nogil:
     cdef uint64_t* word = &j.s.done if j.kind else &j.lane.taken
     cdef uint64_t k, i
     cdef req_t* r
-    pin_to(j.core)
+    if j.core >= 0:
+        pin_to(j.core)
     for k in range(1, j.rounds + 1):
         dither(j)
         if j.kind:
@@ -47,7 +48,7 @@ def published(str what, uint64_t rounds, list cores, double seconds=20, uint64_t
     try:
         out = run_jobs(rig, [<uint64_t><void*>publish_job], cores[:1], rounds, seconds, seed, window,
                        NULL, NULL, what == "request", enough)
-        return dict(out, sleeps=(<Rig>rig).g.sleeps, kicks=(<Rig>rig).g.kicks)
+        return dict(out, sleeps=ld_rlx64(&(<Rig>rig).g.sleeps), kicks=ld_rlx64(&(<Rig>rig).g.kicks))
     finally:
         rig.stop()
 
@@ -57,7 +58,8 @@ cdef void* park_job(void* arg) noexcept nogil:
     cdef group_t* g = j.g
     cdef uint64_t k
     cdef uint32_t i
-    pin_to(j.core)
+    if j.core >= 0:
+        pin_to(j.core)
     for k in range(1, j.rounds + 1):
         while not trylock(g):
             cpu_pause()
@@ -91,7 +93,8 @@ cdef void* relook_job(void* arg) noexcept nogil:
     cdef group_t* g = j.g
     cdef uint64_t k
     cdef req_t* r
-    pin_to(j.core)
+    if j.core >= 0:
+        pin_to(j.core)
     for k in range(1, j.rounds + 1):
         r = ask(j, OP_NOP)
         if j.id == 0:
@@ -183,7 +186,8 @@ cdef void* hand_over_job(void* arg) noexcept nogil:
     cdef group_t* g = j.g
     cdef uint64_t k, slept = 0
     cdef req_t* r
-    pin_to(j.core)
+    if j.core >= 0:
+        pin_to(j.core)
     for k in range(1, j.rounds + 1):
         if j.id == 0:
             while ld_acq32(g.bell) != WORKER or ld_acq32(&g.lock):

@@ -223,7 +223,8 @@ cdef void* end_job(void* arg) noexcept nogil:
     cdef group_t* g = j.g
     cdef uint64_t k
     cdef req_t* r
-    pin_to(j.core)
+    if j.core >= 0:
+        pin_to(j.core)
     for k in range(1, j.rounds + 1):
         r = ask(j, OP_EXPECT)
         fadd32(&r.refs, 1)              # this job's; the others are the worker's and the waiter's
@@ -247,7 +248,8 @@ cdef void* wait_job(void* arg) noexcept nogil:
     cdef ending_t* o = <ending_t*>j.extra
     cdef uint64_t k
     cdef req_t* r
-    pin_to(j.core)
+    if j.core >= 0:
+        pin_to(j.core)
     for k in range(1, j.rounds + 1):
         if not meet(j, 2 * k - 1):
             return NULL
@@ -365,6 +367,8 @@ cdef void* submitter_job(void* arg) noexcept nogil:
             r.cb = r                    # goes through the callback queue
             fadd64(&j.s.sent, 1)
         submit(g, r)
+        if x & 1:
+            kick(g)                     # the completion of a queued post rings, as it does on a real fabric
         if x & 24 == 0 or k % 64 == 0:
             while not wait_slice(g, r, 50000000):
                 if over(j):

@@ -63,7 +63,7 @@ def build(names: list[str] | None = None) -> dict[str, Path]:
     missing = [n for n, p in wanted.items() if not p.exists()]
     c = at / "stress.c"
     if missing and not c.exists():
-        _run([sys.executable, "-m", "cython", "-3", "-I", str(PYX), "-I", str(HERE), *_DIRECTIVES, str(HERE / "stress.pyx")], c)
+        _run([sys.executable, "-m", "cython", "-3", "--line-directives", "-I", str(PYX), "-I", str(HERE), *_DIRECTIVES, str(HERE / "stress.pyx")], c)
     cc = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
     common = [*cc, *FLAGS, "-I", str(PYX), "-I", sysconfig.get_paths()["include"]]
 
@@ -81,6 +81,13 @@ _DIRECTIVES = [
     for name in ("boundscheck=False", "wraparound=False", "cdivision=True", "initializedcheck=False")
     for x in ("-X", name)
 ]
+
+
+def sanitizer() -> str | None:
+    """Path of the thread sanitizer's library, to be preloaded into an interpreter built without it; None: not here."""
+    cc = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
+    found = subprocess.run([*cc, "-print-file-name=libtsan.so"], capture_output=True, text=True, timeout=20).stdout.strip()
+    return os.path.realpath(found) if os.path.isabs(found) and os.path.exists(found) else None
 
 
 def load(name: str) -> ModuleType:
