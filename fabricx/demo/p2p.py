@@ -197,9 +197,14 @@ class Writer:
         config = Config.from_env(timeout=_LIMIT_S)
         try:
             with TransferEngine(self.fabric, nics=self.nics, config=config, name="rank 0") as engine:
-                return self._run(engine)
+                code = self._run(engine)
+        except BaseException:
+            for c in self.children:
+                c.kill()
+            raise
         finally:
             self._stop()
+        return code
 
     def _start(self, engine: TransferEngine, rank: int) -> None:
         args = {"rank": rank, "fabric": self.fabric, "nics": self.nics, "size": self.size, "writer": engine.address.to_text()}

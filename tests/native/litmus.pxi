@@ -48,7 +48,8 @@ def published(str what, uint64_t rounds, list cores, double seconds=20, uint64_t
     try:
         out = run_jobs(rig, [<uint64_t><void*>publish_job], cores[:1], rounds, seconds, seed, window,
                        NULL, NULL, what == "request", enough)
-        return dict(out, sleeps=ld_rlx64(&(<Rig>rig).g.sleeps), kicks=ld_rlx64(&(<Rig>rig).g.kicks))
+        rig.stop()
+        return dict(out, sleeps=(<Rig>rig).g.sleeps, kicks=(<Rig>rig).g.kicks)
     finally:
         rig.stop()
 

@@ -20,6 +20,8 @@ BY_DESIGN = {
     "follows it; what it misses belongs to the lock's holder, who looks after giving it back",
     ("wake.pxi", "g.kicks +=", "g.kicks +="): "a figure for stats(); some may go uncounted",
     ("drive.pxi", "g.sleeps += 1", "g.sleeps += 1"): "a figure for stats(); some may go uncounted",
+    ("drive.pxi litmus.pxi", "g.sleeps += 1", "ld_acq64(&g.sleeps)"): "the stress itself looks at the figure",
+    ("drive.pxi litmus.pxi", "g.sleeps += 1", "g.sleeps == slept"): "the stress itself looks at the figure",
     ("drive.pxi end.pxi", "g.sleep_until = 0", "r.deadline < g.sleep_until"): "read stale it wakes a worker that is awake already",
     ("drive.pxi end.pxi", "if g.backlog != NULL and (ns < 0", "g.backlog = "): "who fills the backlog under the lock wakes the worker after",
 }
