@@ -243,7 +243,10 @@ class BandwidthUnmapped(Bandwidth):
 
 
 class FirstRead(Bandwidth):
-    """A write and the receiver's first read of all of it, against memcpy and the same read."""
+    """A write and the receiver's first read of all of it, against memcpy and the same read. Both receivers spin, so that no
+    wake-up is measured."""
+
+    options: ClassVar[dict[str, object]] = {"progress": "caller", "config": fx.Config(spin=1 << 28)}
 
     def __init__(self, side: Side) -> None:
         super().__init__(side)
