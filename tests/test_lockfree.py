@@ -19,8 +19,8 @@ import pytest
 NATIVE = Path(__file__).resolve().parent / "native"
 sys.path.insert(0, str(NATIVE))
 
-import races  # noqa: E402
-import variants  # noqa: E402
+import races
+import variants
 
 SOAK = os.environ.get("FABRICX_SOAK") == "1"
 SCALE = 20 if SOAK else 1
@@ -115,6 +115,20 @@ def test_a_queued_request_is_taken_or_the_bell_is_rung(intact: ModuleType) -> No
 
 def test_waking_the_worker_leaves_no_sleeping_caller_without_a_bell(intact: ModuleType) -> None:
     clean(intact.woken_beside(500 * SCALE, LONG), 500 * SCALE)
+
+
+@pytest.mark.parametrize("waking", [False, True])
+@pytest.mark.parametrize("variant", ["intact", "perturbed"])
+def test_with_descriptors_no_sleeper_takes_the_others_wake_up(
+    native: Callable[[str], ModuleType], variant: str, waking: bool
+) -> None:
+    m = native(variant)
+    m.perturb(3)
+    try:
+        out = m.woken_beside(1000 * SCALE, LONG, descriptors=True, waking=waking)
+    finally:
+        m.perturb(0)
+    clean(out, 1000 * SCALE)
 
 
 @pytest.mark.parametrize("variant", ["intact", "perturbed"])
@@ -227,7 +241,7 @@ def test_the_thread_sanitizer_finds_no_race_but_those_by_design(tmp_path: Path) 
     variants.build(["tsan"])
     env = dict(os.environ, LD_PRELOAD=library, TSAN_OPTIONS=f"log_path={tmp_path}/race exitcode=0 history_size=4")
     command = [sys.executable, str(NATIVE / "races.py"), str(3000 * SCALE)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LONG * 2)
+    done = subprocess.run(command, check=False, env=env, capture_output=True, text=True, timeout=LONG * 2)
     if done.returncode and "ThreadSanitizer" in done.stderr and "memory layout" in done.stderr:
         pytest.skip("the thread sanitizer does not run under this kernel's memory layout")
     assert done.returncode == 0, done.stderr

@@ -133,6 +133,8 @@ cdef void* sleeper_job(void* arg) noexcept nogil:
     cdef job_t* j = <job_t*>arg
     cdef uint64_t k
     cdef req_t* r
+    if j.g.nfds:
+        watch_poll(&j.s.rung, &j.lane.taken, &j.lost)
     for k in range(1, j.rounds + 1):
         r = ask(j, OP_EXPECT)
         r.imm, r.n = IMM, 1
@@ -149,7 +151,7 @@ cdef void* sleeper_job(void* arg) noexcept nogil:
     return NULL
 
 cdef void* waker_job(void* arg) noexcept nogil:
-    """Wakes the worker while a caller sleeps as the driver; then something arrives for that caller."""
+    """While a caller sleeps as the driver something arrives for it, just after the worker was woken, perhaps."""
     cdef job_t* j = <job_t*>arg
     cdef group_t* g = j.g
     cdef uint64_t k, i
@@ -160,10 +162,12 @@ cdef void* waker_job(void* arg) noexcept nogil:
                 return NULL
         for i in range(200):
             cpu_pause()
-        wake_worker(g)
+        if j.kind:
+            wake_worker(g)
         st_rel64(&j.lane.posted, k)
         kick(g)
-        if bell_wake(g.bell, CALLER) == 1:      # it ends with this arrival, so it is not a later sleep
+        st_rel64(&j.s.rung, k)
+        if g.nfds == 0 and bell_wake(g.bell, CALLER) == 1:      # it ends with this arrival: no later sleep of it
             j.lost += 1
         while ld_acq64(&j.s.ack) < k:
             sched_yield()
@@ -173,11 +177,18 @@ cdef void* waker_job(void* arg) noexcept nogil:
         j.ran = k
     return NULL
 
-def woken_beside(uint64_t rounds, double seconds=20, uint64_t seed=1):
-    """wake_worker() by one who has let go of the lock, against a caller who sleeps with it."""
-    rig = Rig(caller=True).start()
+def woken_beside(uint64_t rounds, double seconds=20, uint64_t seed=1, bint descriptors=False, bint waking=True):
+    """A caller who sleeps as the driver beside a sleeping worker: `lost` counts arrivals that it slept through.
+
+    `waking`: somebody who has let go of the lock calls wake_worker() at that moment.
+    """
+    rig = Rig(caller=True)
+    if descriptors:
+        rig.sleep_on_descriptors()
+    rig.start()
     try:
-        return run_jobs(rig, [<uint64_t><void*>waker_job, <uint64_t><void*>sleeper_job], [], rounds, seconds, seed, 0)
+        return run_jobs(rig, [<uint64_t><void*>waker_job, <uint64_t><void*>sleeper_job], [], rounds, seconds, seed, 0,
+                        NULL, NULL, waking)
     finally:
         rig.stop()
 

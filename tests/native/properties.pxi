@@ -331,11 +331,6 @@ cdef void* loop_job(void* arg) noexcept nogil:
     meet(j, 1)
     return NULL
 
-cdef extern from "atom.h" nogil:
-    int c_eventfd "eventfd"(unsigned int, int) noexcept
-    int c_close "close"(int) noexcept
-    enum: EFD_CLOEXEC, EFD_NONBLOCK
-
 def told(int groups, uint64_t rounds, double seconds=20, uint64_t seed=1):
     """Ends of several groups told to one event loop: `aside` counts those that were not ended when they came."""
     cdef loop_t* o = <loop_t*>alloc_lines(sizeof(loop_t))

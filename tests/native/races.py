@@ -14,20 +14,36 @@ import variants
 
 #: words of the two lines, each with its file -> why a race between just these two does no harm
 BY_DESIGN = {
-    ("request.pxd", "p.n += 1", "ld_rlx32(&p.n)"): "a hint for those without the pool's lock: a stale one costs a malloc or a free",
+    (
+        "request.pxd",
+        "p.n += 1",
+        "ld_rlx32(&p.n)",
+    ): "a hint for those without the pool's lock: a stale one costs a malloc or a free",
     ("request.pxd", "p.n -= 1", "ld_rlx32(&p.n)"): "the same hint",
-    ("ring.pxd", "q.tail = nxt", "return q.tail != &q.stub"): "mpsc_some() of one without the lock compares the pointer and never "
+    (
+        "ring.pxd",
+        "q.tail = nxt",
+        "return q.tail != &q.stub",
+    ): "mpsc_some() of one without the lock compares the pointer and never "
     "follows it; what it misses belongs to the lock's holder, who looks after giving it back",
     ("wake.pxi", "g.kicks +=", "g.kicks +="): "a figure for stats(); some may go uncounted",
     ("drive.pxi", "g.sleeps += 1", "g.sleeps += 1"): "a figure for stats(); some may go uncounted",
     ("drive.pxi litmus.pxi", "g.sleeps += 1", "ld_acq64(&g.sleeps)"): "the stress itself looks at the figure",
     ("drive.pxi litmus.pxi", "g.sleeps += 1", "g.sleeps == slept"): "the stress itself looks at the figure",
-    ("drive.pxi end.pxi", "g.sleep_until = 0", "r.deadline < g.sleep_until"): "read stale it wakes a worker that is awake already",
-    ("drive.pxi end.pxi", "if g.backlog != NULL and (ns < 0", "g.backlog = "): "who fills the backlog under the lock wakes the worker after",
+    (
+        "drive.pxi end.pxi",
+        "g.sleep_until = 0",
+        "r.deadline < g.sleep_until",
+    ): "read stale it wakes a worker that is awake already",
+    (
+        "drive.pxi end.pxi",
+        "if g.backlog != NULL and (ns < 0",
+        "g.backlog = ",
+    ): "who fills the backlog under the lock wakes the worker after",
 }
 
 _FRAME = re.compile(r"#\d+ \S+ (?P<path>[^\s:]+):(?P<line>\d+)")
-_ACCESS = re.compile(r"^  (?:Previous )?(?:atomic )?(?:read|write) of size", re.I)
+_ACCESS = re.compile(r"^  (?:Previous )?(?:atomic )?(?:read|write) of size", re.IGNORECASE)
 
 
 def _source(path: str) -> Path:
@@ -57,7 +73,7 @@ def reports(log: str) -> list[list[tuple[str, str]]]:
                 continue
             for x in lines[starts[0] :]:
                 m = _FRAME.search(x)
-                if m and Path(m["path"]).name != "atom.h":      # who called the helper
+                if m and Path(m["path"]).name != "atom.h":  # who called the helper
                     accesses.append((Path(m["path"]).name, _text(m["path"], int(m["line"]))))
                     break
         out.append(accesses or [("?", part[:2000])])
@@ -92,6 +108,7 @@ def exercise(rounds: int) -> dict[str, dict[str, object]]:
         "taken": m.taken(rounds // 3, cores),
         "handed": m.handed_over(rounds // 10, cores),
         "beside": m.woken_beside(rounds // 30),
+        "descriptors": m.woken_beside(rounds // 30, descriptors=True),
         "thread": m.mixed(False, rounds // 3),
         "caller": m.mixed(True, rounds // 3),
         "spinning": m.mixed(True, rounds // 3, spin=20, yields=5),

@@ -6,6 +6,7 @@ Deadlines end a run that hangs and make it `late`.
 """
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memset
 from atom cimport *
 from fabric cimport *
 from group cimport *
@@ -24,8 +25,25 @@ cdef extern from *:
     #ifndef PERTURB
     static uint64_t perturb_seed = 0, perturb_count = 0;
     #endif
+    /* A thread may have its poll() watched: to time out although its bell was rung, with nothing left to read, counts. */
+    static __thread uint64_t *watch_rung = 0, *watch_served = 0, *watch_slept = 0;
+    static void watch_poll(uint64_t *rung, uint64_t *served, uint64_t *slept) {
+        watch_rung = rung; watch_served = served; watch_slept = slept; }
+    int __real_poll(struct pollfd *f, nfds_t n, int ms);
+    int __wrap_poll(struct pollfd *f, nfds_t n, int ms) {                   /* linked with --wrap=poll */
+        int rc = __real_poll(f, n, ms);
+        if (rc == 0 && watch_rung && ld_acq64(watch_rung) > ld_acq64(watch_served) && __real_poll(f, 1, 0) == 0)
+            ++*watch_slept;
+        return rc;
+    }
     """
     uint64_t perturb_seed, perturb_count
+    void watch_poll(uint64_t*, uint64_t*, uint64_t*) noexcept nogil
+
+cdef extern from "atom.h" nogil:
+    int c_eventfd "eventfd"(unsigned int, int) noexcept
+    int c_close "close"(int) noexcept
+    enum: EFD_CLOEXEC, EFD_NONBLOCK, POLLIN
 
 cdef enum:
     IMM = 7
@@ -126,6 +144,16 @@ cdef class Rig:
             d.free_wr[i] = i
         d.nfree = DEPTH
 
+    def sleep_on_descriptors(self):
+        """As over a fabric that announces arrivals by a descriptor."""
+        cdef group_t* g = self.g
+        g.efd = c_eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        if g.efd < 0:
+            raise OSError("eventfd failed")
+        g.fds[0].fd, g.fds[0].events = g.efd, POLLIN
+        g.nfds = 1
+        return self
+
     def start(self):
         if pthread_create(&self.g.thread, NULL, turn_main, self.g):
             raise OSError("no thread for the worker")
@@ -146,6 +174,8 @@ cdef class Rig:
     def __dealloc__(self):
         cdef req_t* r
         self.stop()
+        if self.g.efd >= 0:
+            c_close(self.g.efd)
         while self.g.pool_.head != NULL:
             r = self.g.pool_.head
             self.g.pool_.head = r.pool_next
@@ -173,6 +203,7 @@ cdef struct shared_t:
     uint64_t calls          # of native callbacks
     char pad1[40]
     uint64_t sent, ack      # rounds of one side, and of the other
+    uint64_t rung           # arrivals for which the bell was rung
     uint64_t quit
 
 cdef struct job_t:
@@ -264,9 +295,6 @@ cdef dict run_jobs(Rig rig, list functions, list cores, uint64_t rounds, double 
         raise OSError("no thread for a job")
     return dict(rounds=jobs[0].ran, lost=sum([jobs[i].lost for i in range(n)]), late=any([jobs[i].late for i in range(n)]),
                 aside=[jobs[i].aside for i in range(n)])
-
-cdef extern from "<string.h>" nogil:
-    void* memset(void*, int, size_t) noexcept
 
 def perturb(uint64_t seed):
     """Disturbs schedules from here on (in the build for it); returns how many disturbances there were."""

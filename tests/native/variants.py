@@ -20,7 +20,7 @@ ROOT = HERE.parent.parent
 #: sources of the worker; another tree can be put to the test without touching this one
 PYX = Path(os.environ.get("FABRICX_STRESS_PYX", ROOT / "pyx"))
 
-FLAGS = ["-O2", "-fPIC", "-shared", "-pthread", "-fno-strict-aliasing", "-w"]
+FLAGS = ["-O2", "-fPIC", "-shared", "-pthread", "-fno-strict-aliasing", "-w", "-Wl,--wrap=poll"]
 #: variant -> what it adds to the compiler's command line
 VARIANTS = {
     "intact": [],
@@ -31,6 +31,7 @@ VARIANTS = {
     "tsan": ["-O1", "-g", "-fsanitize=thread"],
 }
 BUILD_TIMEOUT = 240
+_QUIET = {"capture_output": True, "text": True}
 
 
 def sources() -> list[Path]:
@@ -49,7 +50,7 @@ def folder() -> Path:
 
 def _run(command: list[str], target: Path) -> None:
     part = target.with_name(f"{target.name}.{os.getpid()}.part{target.suffix}")
-    done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, timeout=BUILD_TIMEOUT, cwd=ROOT)
+    done = subprocess.run([*command, "-o", str(part)], cwd=ROOT, check=False, **_QUIET, timeout=BUILD_TIMEOUT)
     if done.returncode:
         raise RuntimeError(f"{target.name}: {' '.join(command)}\n{done.stdout}{done.stderr}")
     os.replace(part, target)
@@ -63,7 +64,9 @@ def build(names: list[str] | None = None) -> dict[str, Path]:
     missing = [n for n, p in wanted.items() if not p.exists()]
     c = at / "stress.c"
     if missing and not c.exists():
-        _run([sys.executable, "-m", "cython", "-3", "--line-directives", "-I", str(PYX), "-I", str(HERE), *_DIRECTIVES, str(HERE / "stress.pyx")], c)
+        folders = ["-I", str(PYX), "-I", str(HERE)]
+        cython = [sys.executable, "-m", "cython", "-3", "--line-directives"]
+        _run([*cython, *folders, *_DIRECTIVES, str(HERE / "stress.pyx")], c)
     cc = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
     common = [*cc, *FLAGS, "-I", str(PYX), "-I", sysconfig.get_paths()["include"]]
 
@@ -86,7 +89,7 @@ _DIRECTIVES = [
 def sanitizer() -> str | None:
     """Path of the thread sanitizer's library, to be preloaded into an interpreter built without it; None: not here."""
     cc = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
-    found = subprocess.run([*cc, "-print-file-name=libtsan.so"], capture_output=True, text=True, timeout=20).stdout.strip()
+    found = subprocess.run([*cc, "-print-file-name=libtsan.so"], check=False, **_QUIET, timeout=20).stdout.strip()
     return os.path.realpath(found) if os.path.isabs(found) and os.path.exists(found) else None
 
 
