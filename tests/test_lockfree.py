@@ -179,10 +179,12 @@ def test_the_pool_hands_no_request_to_two(intact: ModuleType) -> None:
     assert out["kept"] == out["counted"] > 0
 
 
-def test_every_end_reaches_the_event_loop_once(intact: ModuleType) -> None:
-    out = intact.told(3, 20_000 * SCALE, LONG)
-    clean(out, 60_000 * SCALE)
-    assert out["aside"] == [0] * 4
+@pytest.mark.parametrize("groups", [1, 3])
+def test_every_end_reaches_the_event_loop_once(intact: ModuleType, groups: int) -> None:
+    n = (3000 if groups == 1 else 20_000) * SCALE
+    out = intact.told(groups, n, LONG)
+    clean(out, n * groups)
+    assert out["aside"] == [0] * (groups + 1)
 
 
 # ---------------------------------------------------------------- everything together
@@ -219,7 +221,7 @@ def test_under_a_disturbed_schedule(native: Callable[[str], ModuleType], seed: i
         clean(m.stack(1, 500, LONG, seed), 500)
         clean(m.pool(4, 10_000, LONG, seed), 10_000)
         clean(m.told(2, 4000, LONG, seed), 8000)
-        clean(m.ended(500, CORES, LONG, seed), 500)
+        clean(m.ended(3000, CORES, LONG, seed), 3000)
         clean(m.published("arrival", 2000, CORES * 2, LONG, seed), 2000)
         clean(m.published("request", 2000, CORES * 2, LONG, seed), 2000)
         clean(m.parked(2000, CORES * 2, LONG, seed), 2000)

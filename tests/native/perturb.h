@@ -32,7 +32,7 @@ static inline void perturb(void) {
         for (x = (x >> 20) & 255; x; x--) __asm__ volatile("" ::: "memory");
         break;
     case 10:
-        if (((x >> 20) & 15) == 0) { struct timespec t = { 0, 2000 }; nanosleep(&t, 0); }
+        if (((x >> 20) & 3) == 0) { struct timespec t = { 0, 2000 }; nanosleep(&t, 0); }
         break;
     }
 }

@@ -254,6 +254,7 @@ cdef void* wait_job(void* arg) noexcept nogil:
         if not meet(j, 2 * k - 1):
             return NULL
         r = <req_t*>ld_acqp(<void**>&o.r)
+        dither(j)
         while not wait_slice(j.g, r, 50000000):
             if over(j):
                 return NULL
@@ -292,7 +293,13 @@ cdef void* tell_job(void* arg) noexcept nogil:
         r.native_arg = <uint64_t>g.pool
         r.lq = &o.q
         finish(g, r, DONE)              # the other reference is the loop's
-        if draw(j) & 63 == 0:
+        if j.threads == 2:              # alone: each finds the list empty
+            st_rel64(&j.s.sent, k + 1)
+            while ld_acq64(&o.got) <= k:
+                cpu_pause()
+                if over(j):
+                    break
+        elif draw(j) & 63 == 0:
             sched_yield()
     meet(j, 1)
     while g.pool_.head != NULL:
@@ -313,8 +320,10 @@ cdef void* loop_job(void* arg) noexcept nogil:
     p.fd, p.events = o.q.efd, 1
     while o.got < total:
         if c_poll(&p, 1, 200) == 0:
-            if ld_acq64(&j.s.gate) == j.threads - 1 and c_poll(&p, 1, 0) == 0:
-                j.lost = total - o.got  # all has been told, and nothing announces what is left
+            # All that was to be told by now has been, this thread is the only one to take it, and nothing announces it.
+            if (ld_acq64(&j.s.gate) == j.threads - 1 or ld_acq64(&j.s.sent) > o.got) and c_poll(&p, 1, 0) == 0:
+                j.lost = total - o.got
+                st_rel64(&j.s.quit, 1)
                 break
             if over(j):
                 break
@@ -325,7 +334,7 @@ cdef void* loop_job(void* arg) noexcept nogil:
             if ld_acq32(&r.state) != DONE:
                 j.aside += 1
             req_drop(<pool_t*>r.native_arg, r)
-            o.got += 1
+            st_rel64(&o.got, o.got + 1)
             r = nxt
     j.ran = o.got
     meet(j, 1)

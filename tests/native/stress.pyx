@@ -233,7 +233,9 @@ cdef inline void dither(job_t* j) noexcept nogil:
         compiler_fence()
 
 cdef inline bint over(job_t* j) noexcept nogil:
-    """Deadline: the run ends and is late."""
+    """The run was ended by another thread, or by its deadline: then it is late."""
+    if ld_acq64(&j.s.quit):
+        return True
     if now_ns() < j.end:
         return False
     j.late = 1
@@ -248,7 +250,7 @@ cdef inline bint meet(job_t* j, uint64_t round) noexcept nogil:
         cpu_pause()
         if i % LOOK == 0:
             sched_yield()
-            if ld_acq64(&j.s.quit) or over(j):
+            if over(j):
                 return False
     return True
 
