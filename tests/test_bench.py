@@ -279,7 +279,12 @@ class TestCommand:
 
     def test_rows_go_to_a_file(self, tmp_path, capsys):
         out = tmp_path / "rows.json"
-        assert p2p.command(["--pairs", "1", "--case", "null:immediates", "--json", str(out)]) == 0
+        words = tmp_path / "rows.md"
+        assert (
+            p2p.command(["--pairs", "1", "--case", "null:immediates", "--json", str(out), "--markdown", str(words)])
+            == 0
+        )
+        assert "| null | immediates: post and count pages, 8 B |" in words.read_text()
         data = json.loads(out.read_text())
         assert {"cpu", "kernel", "cores", "python", "fabricx", "numpy"} <= set(data["machine"])
         assert len(data["rows"]) == 2

@@ -353,6 +353,7 @@ def run_case(
     procs, ups = _start(spec, sides, options)
     end = time.monotonic() + limit
     finals: dict[int, dict[str, Any]] = {}
+    grace = 0.0  # of sides that did not say that they are done; also on Ctrl-C
     try:
         while len(finals) < sides:
             i = min(set(range(sides)) - set(finals))
@@ -365,8 +366,10 @@ def run_case(
                 add(row_of(message))
             else:
                 finals[i] = message
+        if not any("gone" in m for m in finals.values()):
+            grace = 5.0
     finally:
-        _stop(procs, ups, 0.0 if any("gone" in m for m in finals.values()) else 5.0)
+        _stop(procs, ups, grace)
     note = _fault(finals)
     if note:
         add(Row(case=spec.partition(":")[2], fabric=fabric, note=note))

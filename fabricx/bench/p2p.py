@@ -146,6 +146,30 @@ def table(rows: Sequence[Row]) -> Any:
     return t
 
 
+def markdown(result: Result) -> str:
+    """The machine and all rows as a Markdown table, for docs and notes."""
+    m = result.machine
+    lines = [
+        f"{m['cpu']}, {m['cores']} cores, Linux {m['kernel']}, Python {m['python']}, {m['time'][:10]}, load {m['load']} at the start.",
+        "",
+        "| fabric | what | value | reference | ratio (quartiles) | bar | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in result.rows:
+        if r.value is None:
+            lines.append(f"| {r.fabric} | {r.case}: {r.note} | | | | | |")
+            continue
+        compared = r.reference_value is not None
+        reference = f"{r.reference_value:.4g} {r.reference}" if compared else ""
+        ratio = f"{r.ratio:.3g} ({r.q1:.3g} .. {r.q3:.3g})" if compared else ""
+        bar = "" if r.bar is None else f"{'>=' if r.at_least else '<='} {r.bar:g}"
+        mark = {True: "holds", False: "**missed**", None: ""}[r.holds]
+        lines.append(
+            f"| {r.fabric} | {r.case}: {r.metric}{size(r.size)} | {r.value:.4g} {r.unit} | {reference} | {ratio} | {bar} | {mark} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def run(
     *,
     pairs: int = PAIRS,
@@ -178,7 +202,7 @@ def main(options: Mapping[str, Any] | None = None, **more: Any) -> int:
 
     Parameters
     ----------
-    options, more : json (path), quick, pairs, case, peers_env, strict; as on the command line.
+    options, more : json and markdown (paths), quick, pairs, case, peers_env, strict; as on the command line.
 
     Returns
     -------
@@ -187,7 +211,15 @@ def main(options: Mapping[str, Any] | None = None, **more: Any) -> int:
     """
     from rich.console import Console
 
-    o = {"json": None, "quick": False, "pairs": None, "case": None, "peers_env": None, "strict": False}
+    o = {
+        "json": None,
+        "markdown": None,
+        "quick": False,
+        "pairs": None,
+        "case": None,
+        "peers_env": None,
+        "strict": False,
+    }
     given = {**(options or {}), **more}
     unknown = sorted(set(given) - set(o))
     if unknown:
@@ -195,13 +227,14 @@ def main(options: Mapping[str, Any] | None = None, **more: Any) -> int:
     o.update(given)
     console = Console()
     pairs = o["pairs"] if o["pairs"] is not None else QUICK_PAIRS if o["quick"] else PAIRS
-    target = Path(o["json"]) if o["json"] else None
-    if target is not None and not target.parent.is_dir():
-        raise OutOfRange(f"--json {target}: there is no directory {target.parent}")
+    targets = {name: Path(o[name]) for name in ("json", "markdown") if o[name]}
+    for name, target in targets.items():
+        if not target.parent.is_dir():
+            raise OutOfRange(f"--{name} {target}: there is no directory {target.parent}")
     result = run(
         pairs=pairs,
         case=o["case"],
-        peers_env=o["peers_env"],
+        peers_env=str(o["peers_env"]) if o["peers_env"] else None,
         tell=lambda row: console.print(show(row), highlight=False, markup=False, soft_wrap=True),
     )
     m = result.machine
@@ -214,8 +247,10 @@ def main(options: Mapping[str, Any] | None = None, **more: Any) -> int:
     console.print(
         f"{sum(r.holds is True for r in result.rows)} of {asked} bars hold; {pairs} pairs a row", highlight=False
     )
-    if target is not None:
-        target.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    if "json" in targets:
+        targets["json"].write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    if "markdown" in targets:
+        targets["markdown"].write_text(markdown(result))
     return 1 if o["strict"] and missed else 0
 
 
@@ -223,6 +258,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     """``python -m fabricx.bench``: the same without the `fabricx` command."""
     p = argparse.ArgumentParser(prog="fabricx bench p2p", description=__doc__)
     p.add_argument("--json", metavar="FILE", help="write the machine and one row a case")
+    p.add_argument("--markdown", metavar="FILE", help="write the same as a Markdown table")
     p.add_argument("--quick", action="store_true", help=f"{QUICK_PAIRS} pairs a row instead of {PAIRS}")
     p.add_argument("--pairs", type=int, help="pairs a row")
     p.add_argument("--case", metavar="PATTERN", help='only cases whose "fabric:Class" contains or matches this')
