@@ -138,7 +138,11 @@ class OfiPingPong(OfiPair):
 
 def chosen(engine: fx.TransferEngine) -> tuple[str, str, str]:
     """(library, provider, node) that the engine's ofi fabric uses."""
-    raise NotImplementedError
+    from ..fabrics import ofi
+
+    library = ofi.library(engine.config)
+    provider, _ = ofi.choose_provider(library, engine.config)
+    return library.path, provider, engine.config.ofi_address or "127.0.0.1"
 
 
 CASES = [OfiBandwidth, OfiPingPong]

@@ -266,15 +266,24 @@ def serve(spec: str, rank: int, cores: Sequence[int], up_fd: int, peer_fd: int, 
         case = None
         up.put({"end": True})
     except Skip as e:
-        up.put({"skip": str(e)})
+        _last_word(up, {"skip": str(e)})
     except EOFError as e:  # the other side says why
-        up.put({"error": str(e)})
+        _last_word(up, {"error": str(e)})
     except BaseException as e:
-        up.put({"error": f"{type(e).__name__}: {e}"})
-        raise
+        if _last_word(up, {"error": f"{type(e).__name__}: {e}"}):
+            raise
     finally:
         if case is not None:
             case.close()
+
+
+def _last_word(up: Channel, message: dict[str, str]) -> bool:
+    """Tells the coordinator why it ends here; whether it is still there to listen."""
+    try:
+        up.put(message)
+    except EOFError:
+        return False
+    return True
 
 
 def _pairs(side: Side, m: Measure, up: Channel, options: dict[str, Any]) -> None:
