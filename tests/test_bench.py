@@ -309,6 +309,13 @@ class TestCommand:
         rows = harness.run_case(spec, fabric, cls.sides, 60.0, {"pairs": 1, "peers_env": None}, lambda row: None)
         assert [r.note for r in rows] == ["", "", ""] and all(r.value > 0 for r in rows)
 
+    def test_ofi_is_measured_beside_the_bare_program(self):
+        ((spec, fabric, cls),) = p2p.chosen("ofi:ofipingpong")
+        (row,) = harness.run_case(spec, fabric, cls.sides, 60.0, {"pairs": 1, "peers_env": None}, lambda row: None)
+        if row.note.startswith("skipped"):
+            pytest.skip(row.note)
+        assert row.value > 0 and row.reference_value > 0 and "libfabric" in row.note
+
     def test_nixl_is_skipped_with_the_reason(self):
         ((spec, fabric, cls),) = p2p.chosen("peers:nixl")
         (row,) = harness.run_case(spec, fabric, cls.sides, 60.0, {"pairs": 1, "peers_env": None}, lambda row: None)
