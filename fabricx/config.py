@@ -25,12 +25,14 @@ class Config:
     ofi_provider : provider to ask for; empty: efa where there is hardware, else tcp (net in 1.17).
     ofi_address : address or interface to bind to; empty: the provider's choice, loopback on tcp.
     vm_write : allow process_vm_writev on the local fabric; False goes through the bounce lane.
+    local_reach : how the local fabric writes: "auto" (map what can be mapped, else process_vm_writev, else the bounce lane), or
+        always "vm" or "bounce", which is for tests and measurements.
     """
 
     timeout: float = 30.0
     connect_timeout: float = 10.0
     split_min: int = 1 << 20
-    max_early: int = 1 << 20
+    max_early: int = 65536
     spin: int = 200
     yields: int = 50
     pin: bool = True
@@ -38,11 +40,14 @@ class Config:
     ofi_provider: str = ""
     ofi_address: str = ""
     vm_write: bool = True
+    local_reach: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("timeout", "connect_timeout"):
             if not 0 < getattr(self, name) <= 1e6:
                 raise OutOfRange(f"{name} is {getattr(self, name)!r}; it must be above 0 and at most 1e6 seconds")
+        if self.local_reach not in ("auto", "vm", "bounce"):
+            raise OutOfRange(f'local_reach is {self.local_reach!r}; it must be "auto", "vm" or "bounce"')
         for name in ("split_min", "max_early", "spin", "yields"):
             if not 0 <= getattr(self, name) < 1 << 62:
                 raise OutOfRange(f"{name} is {getattr(self, name)!r}; it must be at least 0")

@@ -458,6 +458,11 @@ class LocalDomain(Domain):
 
     def _reach(self, conn: _Conn, region: Region, fds: list[int], peer: int) -> tuple[int, str]:
         """Where and how writes into the region go."""
+        forced = self.group.spec.config.local_reach
+        if forced == "bounce":
+            return 0, "bounce"
+        if forced == "vm":
+            return region.addr, "vm"
         if conn.pid == os.getpid():
             return region.addr, "map"
         if region.mapped and len(fds) == 1:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from conftest import Pair
+from engines import Pair
 
 import fabricx as fx
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from conftest import Pair, until
+from engines import Pair, until
 
 import fabricx as fx
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from conftest import until
+from engines import until
 from peer import Peer
 
 import fabricx as fx

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from conftest import QUICK, Pair, until
+from engines import QUICK, Pair, until
 
 import fabricx as fx
 

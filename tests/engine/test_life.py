@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import Pair, until
+from engines import Pair, until
 
 import fabricx as fx
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from conftest import QUICK, Pair, until
+from engines import QUICK, Pair, until
 
 import fabricx as fx
 

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import Pair, until
+from engines import Pair, until
 
 import fabricx as fx
 
@@ -211,7 +211,11 @@ def test_cancelled_and_quiet(pair: Pair) -> None:
 
 
 def test_landed_is_done_where_completions_mean_landed(pair: Pair) -> None:
-    pair.write(100_000, None).landed().wait(2)
+    lands = pair.a.groups[0].lands
+    if not lands:
+        with pytest.raises(ValueError, match="landed=True"):
+            pair.write(8).landed()
+    pair.write(100_000, None, landed=not lands).landed().wait(2)
     assert (pair.dst[:100_000] == pair.src[:100_000]).all()
 
 
