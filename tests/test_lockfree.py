@@ -1,7 +1,7 @@
 """Proof of the worker's lock-free parts: no wake-up is lost, and each of the three fences is needed for that.
 
-A wake-up counts as lost when a thread is found asleep in the kernel although what it waits for was published and all bells
-for it were rung; no verdict hangs on the clock. FABRICX_SOAK=1 runs many more rounds.
+A wake-up counts as lost when a thread is found asleep in the kernel although what it waits for was published and all
+bells for it were rung; no verdict hangs on the clock. FABRICX_SOAK=1 runs many more rounds.
 """
 
 from __future__ import annotations

@@ -42,8 +42,11 @@ cdef void* publish_job(void* arg) noexcept nogil:
             break
     return NULL
 
-def published(str what, uint64_t rounds, list cores, double seconds=20, uint64_t seed=1, uint64_t window=400, uint64_t enough=<uint64_t>-1):
-    """A worker that sleeps whenever it can. what: "arrival", by a plain store as fabrics do, or "request", by the queue."""
+def published(str what, uint64_t rounds, list cores, double seconds=20, uint64_t seed=1, uint64_t window=400,
+              uint64_t enough=<uint64_t>-1):
+    """A worker that sleeps whenever it can. what: "arrival", by a plain store as fabrics do, or "request", by the
+    queue.
+    """
     rig = Rig(core=cores[1]).start()
     try:
         out = run_jobs(rig, [<uint64_t><void*>publish_job], cores[:1], rounds, seconds, seed, window,
@@ -78,18 +81,22 @@ cdef void* park_job(void* arg) noexcept nogil:
             return NULL
     return NULL
 
-def parked(uint64_t rounds, list cores, double seconds=20, uint64_t seed=1, uint64_t window=200, uint64_t enough=<uint64_t>-1):
+def parked(uint64_t rounds, list cores, double seconds=20, uint64_t seed=1, uint64_t window=200,
+           uint64_t enough=<uint64_t>-1):
     """Release of the lock against a worker that fails the try-lock and parks."""
     rig = Rig(caller=True, core=cores[1])
     (<Rig>rig).lane.restless = 1
     rig.start()
     try:
-        return run_jobs(rig, [<uint64_t><void*>park_job], cores[:1], rounds, seconds, seed, window, NULL, NULL, 0, enough)
+        return run_jobs(rig, [<uint64_t><void*>park_job], cores[:1], rounds, seconds, seed, window, NULL, NULL, 0,
+                        enough)
     finally:
         rig.stop()
 
 cdef void* relook_job(void* arg) noexcept nogil:
-    """Two submitters at once beside a bell that is set: the lock's holder takes what the other queued, or the bell is rung."""
+    """Two submitters at once beside a bell that is set: the lock's holder takes what the other queued, or the bell is
+    rung.
+    """
     cdef job_t* j = <job_t*>arg
     cdef group_t* g = j.g
     cdef uint64_t k
@@ -120,10 +127,14 @@ cdef void* relook_job(void* arg) noexcept nogil:
         j.ran = k
     return NULL
 
-def taken(uint64_t rounds, list cores, double seconds=20, uint64_t seed=1, uint64_t window=60, uint64_t enough=<uint64_t>-1):
-    """Caller style: `lost` counts requests in the queue that nobody took and nobody was told of, `aside` those left to the worker."""
+def taken(uint64_t rounds, list cores, double seconds=20, uint64_t seed=1, uint64_t window=60,
+          uint64_t enough=<uint64_t>-1):
+    """Caller style: `lost` counts requests in the queue that nobody took and nobody was told of, `aside` those left
+    to the worker.
+    """
     rig = Rig(caller=True)
-    return run_jobs(rig, [<uint64_t><void*>relook_job] * 2, cores[:2], rounds, seconds, seed, window, NULL, NULL, 0, enough)
+    return run_jobs(rig, [<uint64_t><void*>relook_job] * 2, cores[:2], rounds, seconds, seed, window, NULL, NULL, 0,
+                    enough)
 
 
 # ---------------------------------------------------------------- taken from whom it was meant for
@@ -234,10 +245,14 @@ cdef void* hand_over_job(void* arg) noexcept nogil:
         j.ran = k
     return NULL
 
-def handed_over(uint64_t rounds, list cores, double seconds=20, uint64_t seed=1, uint64_t window=60, uint64_t enough=<uint64_t>-1):
-    """Caller style: a request that stays in the backlog and its timer are the worker's, whoever took it from the queue."""
+def handed_over(uint64_t rounds, list cores, double seconds=20, uint64_t seed=1, uint64_t window=60,
+                uint64_t enough=<uint64_t>-1):
+    """Caller style: a request that stays in the backlog and its timer are the worker's, whoever took it from the
+    queue.
+    """
     rig = Rig(caller=True).start()
     try:
-        return run_jobs(rig, [<uint64_t><void*>hand_over_job] * 2, cores[:2], rounds, seconds, seed, window, NULL, NULL, 0, enough)
+        return run_jobs(rig, [<uint64_t><void*>hand_over_job] * 2, cores[:2], rounds, seconds, seed, window, NULL,
+                        NULL, 0, enough)
     finally:
         rig.stop()

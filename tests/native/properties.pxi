@@ -131,7 +131,9 @@ cdef void* take_job(void* arg) noexcept nogil:
     return NULL
 
 def stack(int producers, uint64_t rounds, double seconds=20, uint64_t seed=1):
-    """cbq_t: a batch is oldest first, over all batches each producer's pushes are in its order, and none sleeps on a full one."""
+    """cbq_t: a batch is oldest first, over all batches each producer's pushes are in its order, and none sleeps on a
+    full one.
+    """
     cdef stack_t* o = <stack_t*>alloc_lines(sizeof(stack_t))
     try:
         out = run_jobs(None, [<uint64_t><void*>take_job] + [<uint64_t><void*>push_job] * producers, [], rounds, seconds,
@@ -268,7 +270,8 @@ def ended(uint64_t rounds, list cores, double seconds=20, uint64_t seed=1, uint6
     cdef ending_t* o = <ending_t*>alloc_lines(sizeof(ending_t))
     rig = Rig()
     try:
-        return run_jobs(rig, [<uint64_t><void*>end_job, <uint64_t><void*>wait_job], cores, rounds, seconds, seed, window, o)
+        return run_jobs(rig, [<uint64_t><void*>end_job, <uint64_t><void*>wait_job], cores, rounds, seconds, seed,
+                        window, o)
     finally:
         free(o)
 
@@ -345,8 +348,8 @@ def told(int groups, uint64_t rounds, double seconds=20, uint64_t seed=1):
     cdef loop_t* o = <loop_t*>alloc_lines(sizeof(loop_t))
     o.q.efd = c_eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
     try:
-        return run_jobs(None, [<uint64_t><void*>loop_job] + [<uint64_t><void*>tell_job] * groups, [], rounds, seconds, seed,
-                        0, o)
+        return run_jobs(None, [<uint64_t><void*>loop_job] + [<uint64_t><void*>tell_job] * groups, [], rounds, seconds,
+                        seed, 0, o)
     finally:
         c_close(o.q.efd)
         free(o)
@@ -474,8 +477,10 @@ def mixed(bint caller, uint64_t rounds, double seconds=20, uint64_t seed=1, uint
             unlock(g)
         rig.stop()
         return dict(out, ended=s.done, wanted=want, failed=s.failed, calls=s.calls, called=2 * rounds, news=s.sent,
-                    delivered=out["aside"][4], surplus=slot.count if slot != NULL else 0, backlog=g.nbacklog, timers=g.wheel.n,
-                    zombies=g.zombies, queued=mpsc_some(&g.q), inflight=(<Rig>rig).lmr.inflight + (<Rig>rig).rmr.inflight,
+                    delivered=out["aside"][4], surplus=slot.count if slot != NULL else 0, backlog=g.nbacklog,
+                    timers=g.wheel.n,
+                    zombies=g.zombies, queued=mpsc_some(&g.q),
+                    inflight=(<Rig>rig).lmr.inflight + (<Rig>rig).rmr.inflight,
                     bytes=g.nic[0].out_bytes, sleeps=g.sleeps)
     finally:
         rig.stop()

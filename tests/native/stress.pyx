@@ -1,8 +1,8 @@
-"""Stress of the worker's lock-free parts: the worker's own rooms, included as they are, over a fabric of one memory word.
+"""Stress of the worker's lock-free parts: the worker's own rooms, included as they are, over a one-word fabric.
 
 Nothing here judges by the clock. A wake-up is lost when a thread is found asleep in the kernel (FUTEX_WAKE says that it
-woke one) although what it waits for was published and every bell for it has been rung; the clock only says when to look.
-Deadlines end a run that hangs and make it `late`.
+woke one) although what it waits for was published and every bell for it has been rung; the clock only says when to
+look. Deadlines end a run that hangs and make it `late`.
 """
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
@@ -25,7 +25,8 @@ cdef extern from *:
     #ifndef PERTURB
     static uint64_t perturb_seed = 0, perturb_count = 0;
     #endif
-    /* A thread may have its poll() watched: to time out although its bell was rung, with nothing left to read, counts. */
+    /* A thread may have its poll() watched: to time out although its bell was rung, with nothing left
+       to read, counts. */
     static __thread uint64_t *watch_rung = 0, *watch_served = 0, *watch_slept = 0;
     static void watch_poll(uint64_t *rung, uint64_t *served, uint64_t *slept) {
         watch_rung = rung; watch_served = served; watch_slept = slept; }
@@ -295,7 +296,8 @@ cdef dict run_jobs(Rig rig, list functions, list cores, uint64_t rounds, double 
             pthread_join(threads[i], NULL)
     if made < n:
         raise OSError("no thread for a job")
-    return dict(rounds=jobs[0].ran, lost=sum([jobs[i].lost for i in range(n)]), late=any([jobs[i].late for i in range(n)]),
+    return dict(rounds=jobs[0].ran, lost=sum([jobs[i].lost for i in range(n)]),
+                late=any([jobs[i].late for i in range(n)]),
                 aside=[jobs[i].aside for i in range(n)])
 
 def perturb(uint64_t seed):

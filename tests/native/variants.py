@@ -1,4 +1,4 @@
-"""Builds tests/native/stress.pyx in variants: as it is, with one fence taken out, disturbed, under the thread sanitizer.
+"""Builds tests/native/stress.pyx in variants: as it is, without one fence, disturbed, sanitized.
 
 Variants lie under build/native/<hash of all sources and flags>, so that a second run builds nothing.
 """
