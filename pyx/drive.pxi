@@ -184,6 +184,7 @@ cdef inline bint armed(group_t* g) noexcept nogil:
 
 cdef inline void sleep_on(group_t* g, uint32_t who, int64_t ns) noexcept nogil:
     """Sleeps until the bell, a descriptor or `ns` (negative: no end)."""
+    cdef pollfd fds[MAX_NICS + 1]
     cdef uint64_t v
     cdef uint32_t i
     if g.tick and (ns < 0 or ns > 1000000):
@@ -196,10 +197,12 @@ cdef inline void sleep_on(group_t* g, uint32_t who, int64_t ns) noexcept nogil:
             g.missed += 1               # woke by the clock, and there was work: no bell rang for it
         return
     for i in range(g.nfds):
-        g.fds[i].revents = 0
-    c_poll(g.fds, g.nfds, -1 if ns < 0 else <int>((ns + 999999) // 1000000))
-    if g.fds[0].revents:
-        c_read(g.efd, &v, 8)
+        fds[i].fd, fds[i].events, fds[i].revents = g.fds[i].fd, g.fds[i].events, 0
+    if who == CALLER:
+        fds[0].fd = g.cfd
+    c_poll(fds, g.nfds, -1 if ns < 0 else <int>min((ns + 999999) // 1000000, <int64_t>0x7fffffff))
+    if fds[0].revents:
+        c_read(fds[0].fd, &v, 8)
 
 cdef inline void caller_leaves(group_t* g) noexcept nogil:
     """The driver goes: from here on arrivals wake the worker. What is there already is handed to it."""
@@ -259,7 +262,7 @@ cdef inline void worker_turns(group_t* g) noexcept nogil:
             fx_set_bell(g.bell, WORKER)
             if armed(g) and not ld_acq32(&g.stop):
                 release(g)
-                sleep_on(g, WORKER, -1 if g.wheel.n == 0 and ns != LINGER_NS else ns)
+                sleep_on(g, WORKER, -1 if ns == <int64_t>0x7fffffffffffffff else ns)
             else:
                 st_rlx32(g.bell, 0)
                 release(g)
@@ -286,7 +289,12 @@ cdef inline void submit(group_t* g, req_t* r) noexcept nogil:
         full_fence()
         if trylock(g):
             progress(g)
-            unlock(g)
+            if g.backlog != NULL or g.rearm:
+                g.rearm = 0
+                unlock(g)
+                wake_worker(g)
+            else:
+                unlock(g)
             return
     kick(g)
 

@@ -40,6 +40,7 @@ cdef inline void tell(group_t* g, req_t* r, uint32_t state) noexcept nogil:
     cdef void* old
     cdef uint64_t one = 1
     cdef loopq_t* lq
+    cdef int efd
     if r.native != NULL:
         r.native(r.native_arg, r.status)
     if r.counter != NULL:
@@ -56,13 +57,14 @@ cdef inline void tell(group_t* g, req_t* r, uint32_t state) noexcept nogil:
     # An awaiter registers, then looks at the state; the state is out before we look: one of the two sees the other.
     lq = <loopq_t*>ld_acqp(<void**>&r.lq)
     if lq != NULL and casp(<void**>&r.lq, lq, NULL):
+        efd = lq.efd                    # once the request is in its queue, the loop may finish and go
         while True:
             old = ld_acqp(&lq.head)
             r.lq_next = <req_t*>old
             if casp(&lq.head, old, r):
                 break
         if old == NULL:                 # only the first of a batch rings the event loop
-            c_write(lq.efd, &one, 8)
+            c_write(efd, &one, 8)
 
 cdef inline void retire(group_t* g, req_t* r) noexcept nogil:
     """Nothing of the request can land any more: give back what it holds."""

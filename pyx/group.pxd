@@ -121,7 +121,7 @@ cdef struct group_t:
     pollfd fds[MAX_NICS + 1]
     uint32_t nfds           # 0: sleep on the bell's futex
     uint32_t tick           # some NIC has neither bell nor descriptor: look every millisecond
-    int efd
+    int efd, cfd            # the worker's, and a sleeping caller's
     # -- figures
     uint64_t turns, sleeps, submitted, ended, failed, stale, refused, missed
     uint64_t split_min, kicks

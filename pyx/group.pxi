@@ -73,7 +73,7 @@ cdef class Group:
         g.caller, g.busy, g.spin, g.yields, g.core = caller, busy, spin, yields, core
         g.split_min, g.max_early = split_min, max_early
         g.wheel.tick = now_ns() >> TICK_SHIFT
-        g.efd = -1
+        g.efd = g.cfd = -1
         g.live = <uint8_t*>calloc(1 << IMM_INDEX_BITS, 1)
         g.early = <uint32_t*>map_zeroed(SOURCES * sizeof(uint32_t))
         if g.live == NULL or g.early == NULL:
@@ -100,8 +100,11 @@ cdef class Group:
         free(g.shards.slot)
         free(g.live)
         unmap(g.early, SOURCES * sizeof(uint32_t))
-        if g.efd >= 0 and self.forks == fx_forks:
-            c_close(g.efd)
+        if self.forks == fx_forks:
+            if g.efd >= 0:
+                c_close(g.efd)
+            if g.cfd >= 0:
+                c_close(g.cfd)
         while g.pool_.head != NULL:
             r = g.pool_.head
             g.pool_.head = r.pool_next
@@ -137,8 +140,8 @@ cdef class Group:
             elif not x.info.caps & CAP_SYNC:
                 g.tick = 1
         if need_fd:
-            g.efd = c_eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
-            if g.efd < 0:
+            g.efd, g.cfd = c_eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), c_eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+            if g.efd < 0 or g.cfd < 0:
                 raise OSError("eventfd failed: too many open files?")
             g.bell = &g.own_bell
             g.fds[0].fd, g.fds[0].events = g.efd, POLLIN

@@ -22,7 +22,7 @@ cdef extern from "ofi_api.h" nogil:
     ctypedef struct ofi_nic:
         int has_fd
         int fd
-        int data8, contexts2, virt_addr, prov_key, need_desc, mr_endpoint, landed
+        int data8, contexts2, virt_addr, prov_key, need_desc, mr_endpoint, landed, hmem
         uint64_t max_msg, inject
         uint64_t key_size
         uint32_t tx_depth
@@ -37,7 +37,7 @@ cdef extern from "ofi_api.h" nogil:
         uint64_t flags, data, len
         uint64_t src
         int err, prov
-    int ofi_open(ofi_api*, ofi_nic*, const char* provider, const char* node, const char* domain, int skip, uint64_t cq_size) noexcept
+    int ofi_open(ofi_api*, ofi_nic*, const char* provider, const char* node, const char* domain, int skip, uint64_t cq_size, int hmem) noexcept
     void ofi_close(ofi_nic*) noexcept
     int ofi_reg(ofi_nic*, uint64_t addr, uint64_t len, uint64_t key, int iface, int device, int dmabuf_fd, uint64_t dmabuf_off, void** mr, void** desc, uint64_t* got) noexcept
     int ofi_dereg(void* mr) noexcept
@@ -756,7 +756,7 @@ cdef class OfiState:
     cdef object api
     cdef readonly int hello_fd
 
-    def __cinit__(self, Api api, str provider, str node, str domain, int skip, uint64_t incarnation, int hello_fd):
+    def __cinit__(self, Api api, str provider, str node, str domain, int skip, uint64_t incarnation, int hello_fd, bint hmem=False):
         cdef dom_t* d = <dom_t*>alloc_lines(sizeof(dom_t))
         cdef uint32_t i
         cdef int rc
@@ -768,7 +768,7 @@ cdef class OfiState:
         if d.nic == NULL:
             raise MemoryError
         p, n, m = provider.encode(), node.encode(), domain.encode()
-        rc = ofi_open(api.a, d.nic, p, n, m, skip, 8192)
+        rc = ofi_open(api.a, d.nic, p, n, m, skip, 8192, hmem)
         if rc:
             what = d.nic.what.decode(errors="replace")
             ofi_close(d.nic)
@@ -848,7 +848,7 @@ cdef class OfiState:
         n = self.d.nic
         return dict(provider=n.provider.decode(), domain=n.domain.decode(), fabric=n.fabric.decode(), max_msg=n.max_msg, inject=n.inject,
                     depth=n.tx_depth, fd=n.fd if n.has_fd else -1, landed=bool(n.landed), data8=bool(n.data8), virt_addr=bool(n.virt_addr),
-                    prov_key=bool(n.prov_key), key_size=n.key_size)
+                    prov_key=bool(n.prov_key), key_size=n.key_size, hmem=bool(n.hmem))
 
     def closing(self):
         self.d.closing = 1

@@ -37,7 +37,7 @@ typedef struct {
     struct fid_cq *cq;
     struct fid_ep *ep;
     int has_fd, fd;
-    int data8, contexts2, virt_addr, prov_key, need_desc, mr_endpoint, landed;
+    int data8, contexts2, virt_addr, prov_key, need_desc, mr_endpoint, landed, hmem;
     uint64_t max_msg, inject, key_size;
     uint32_t tx_depth;
     char provider[64], domain[128], fabric[128];
@@ -64,7 +64,7 @@ static uint32_t ofi_ask(ofi_api *a) {
     return v < top ? v : top;
 }
 
-static struct fi_info *ofi_hints(ofi_api *a, const char *provider, const char *domain) {
+static struct fi_info *ofi_hints(ofi_api *a, const char *provider, const char *domain, int hmem) {
     struct fi_info *h = a->dupinfo(NULL);              /* never calloc(sizeof): it grew */
     if (!h) return NULL;
     h->caps = FI_MSG | FI_RMA;
@@ -75,6 +75,10 @@ static struct fi_info *ofi_hints(ofi_api *a, const char *provider, const char *d
     h->domain_attr->resource_mgmt = FI_RM_ENABLED;
     h->tx_attr->msg_order = h->rx_attr->msg_order = 0;  /* no order is asked for, and none relied on */
     h->tx_attr->comp_order = h->rx_attr->comp_order = 0;
+    if (hmem) {                                         /* device memory, registered by fi_mr_regattr */
+        h->caps |= FI_HMEM;
+        h->domain_attr->mr_mode |= FI_MR_HMEM;
+    }
     if (provider && *provider) h->fabric_attr->prov_name = strdup(provider);
     if (domain && *domain) h->domain_attr->name = strdup(domain);
     return h;
@@ -82,7 +86,7 @@ static struct fi_info *ofi_hints(ofi_api *a, const char *provider, const char *d
 
 /* One line a NIC: provider TAB domain. */
 static int ofi_list(ofi_api *a, const char *provider, const char *node, char *out, uint64_t n) {
-    struct fi_info *h = ofi_hints(a, provider, NULL), *list = NULL, *i;
+    struct fi_info *h = ofi_hints(a, provider, NULL, 0), *list = NULL, *i;
     uint64_t at = 0;
     int rc;
     if (!h) return -ENOMEM;
@@ -98,8 +102,31 @@ static int ofi_list(ofi_api *a, const char *provider, const char *node, char *ou
 
 #define OFI_TRY(call, name) do { rc = (call); if (rc) { snprintf(n->what, sizeof n->what, "%s", name); return rc; } } while (0)
 
-static int ofi_open(ofi_api *a, ofi_nic *n, const char *provider, const char *node, const char *domain, int skip, uint64_t cq_size) {
-    struct fi_info *h = ofi_hints(a, provider, domain), *list = NULL, *i, *chosen = NULL;
+/* What EFA is told before the endpoint is enabled. The numbers are the library's ABI (1.17's headers know the first only);
+   an option that the library does not know is refused by it, which is no fault. */
+enum {
+    OFI_OPT_CUDA_API_PERMITTED = 10, OFI_OPT_SHARED_MEMORY_PERMITTED = 11,
+    OFI_OPT_EFA_RNR_RETRY = -(0xefa << 16), OFI_OPT_EFA_USE_DEVICE_RDMA = -(0xefa << 16) + 4, OFI_OPT_EFA_UNSOLICITED_WRITE_RECV = -(0xefa << 16) + 8
+};
+static void ofi_efa_options(ofi_nic *n, int direct) {
+    _Bool yes = 1, no = 0;
+    size_t retry = 7;                                   /* 7 is "for ever": our own deadlines end a wait for a slow receiver */
+    /* one way for every peer: the shared-memory path inside efa hangs when a peer is killed */
+    fi_setopt(&n->ep->fid, FI_OPT_ENDPOINT, OFI_OPT_SHARED_MEMORY_PERMITTED, &no, sizeof no);
+    /* registration must not call CUDA behind our back: it could wait for a kernel that waits for us */
+    fi_setopt(&n->ep->fid, FI_OPT_ENDPOINT, OFI_OPT_CUDA_API_PERMITTED, &no, sizeof no);
+    if (direct) {
+        /* no receive is used up by an immediate; the completion queue must then be long enough for all that may arrive */
+        fi_setopt(&n->ep->fid, FI_OPT_ENDPOINT, OFI_OPT_EFA_UNSOLICITED_WRITE_RECV, &yes, sizeof yes);
+        return;
+    }
+    fi_setopt(&n->ep->fid, FI_OPT_ENDPOINT, OFI_OPT_EFA_RNR_RETRY, &retry, sizeof retry);
+    /* writes by the NIC, never emulated by the target's CPU; needs API 1.18, see ofi_ask() */
+    fi_setopt(&n->ep->fid, FI_OPT_ENDPOINT, OFI_OPT_EFA_USE_DEVICE_RDMA, &yes, sizeof yes);
+}
+
+static int ofi_open(ofi_api *a, ofi_nic *n, const char *provider, const char *node, const char *domain, int skip, uint64_t cq_size, int hmem) {
+    struct fi_info *h = ofi_hints(a, provider, domain, hmem), *list = NULL, *i, *chosen = NULL;
     struct fi_av_attr av = {0};
     struct fi_cq_attr cq = {0};
     size_t len = sizeof n->addr;
@@ -127,6 +154,7 @@ static int ofi_open(ofi_api *a, ofi_nic *n, const char *provider, const char *no
     n->need_desc = (i->domain_attr->mr_mode & FI_MR_LOCAL) != 0;
     n->mr_endpoint = (i->domain_attr->mr_mode & FI_MR_ENDPOINT) != 0;
     n->data8 = i->domain_attr->cq_data_size >= 8;
+    n->hmem = (i->caps & FI_HMEM) != 0;
     n->max_msg = i->ep_attr->max_msg_size;
     n->inject = i->tx_attr->inject_size;
     n->key_size = i->domain_attr->mr_key_size;
@@ -152,6 +180,7 @@ static int ofi_open(ofi_api *a, ofi_nic *n, const char *provider, const char *no
         n->has_fd = 1;
     }
     OFI_TRY(fi_endpoint(n->dom, i, &n->ep, NULL), "fi_endpoint");
+    if (n->landed) ofi_efa_options(n, !strcmp(n->provider, "efa-direct"));
     OFI_TRY(fi_ep_bind(n->ep, &n->av->fid, 0), "fi_ep_bind (av)");
     OFI_TRY(fi_ep_bind(n->ep, &n->cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind (cq)");
     OFI_TRY(fi_enable(n->ep), "fi_enable");

@@ -140,7 +140,7 @@ cdef inline req_t* req_new(pool_t* p, uint32_t op) noexcept nogil:
         r = p.head
         if r != NULL:
             p.head = r.pool_next
-            p.n -= 1
+            st_rlx32(&p.n, p.n - 1)
         st_rel32(&p.lock, 0)
     if r == NULL:
         r = <req_t*>alloc_lines(sizeof(req_t))
@@ -194,7 +194,7 @@ cdef inline void req_drop(pool_t* p, req_t* r) noexcept nogil:
     if ld_rlx32(&p.n) < POOL_KEEP and xchg32(&p.lock, 1) == 0:
         r.pool_next = p.head
         p.head = r
-        p.n += 1
+        st_rlx32(&p.n, p.n + 1)
         st_rel32(&p.lock, 0)
         return
     free(r)

@@ -11,16 +11,18 @@ cdef inline void kick(group_t* g) noexcept nogil:
     if ld_rlx32(g.bell):
         who = xchg32(g.bell, 0)
         if who:
-            c_write(g.efd, &one, 8)
+            c_write(g.cfd if who == CALLER else g.efd, &one, 8)
 
 cdef inline void wake_worker(group_t* g) noexcept nogil:
     """Wakes the worker whatever the bell says."""
     cdef uint64_t one = 1
     if g.nfds == 0:
-        xchg32(g.bell, 0)
-        bell_wake(g.bell, WORKER | CALLER)
+        if xchg32(g.bell, 0) == CALLER:
+            bell_wake(g.bell, CALLER)   # its bell is gone: it must look for itself
+        bell_wake(g.bell, WORKER)
     else:
-        xchg32(g.bell, 0)
+        if xchg32(g.bell, 0) == CALLER:
+            c_write(g.cfd, &one, 8)
         c_write(g.efd, &one, 8)
     if xchg32(&g.park, 0):
         futex_wake(&g.park, 1)
@@ -40,7 +42,7 @@ cdef inline void unlock(group_t* g) noexcept nogil:
     release(g)
     while mpsc_some(&g.q) and trylock(g):
         if progress(g) == 0:
-            release(g)                  # a submitter is between exchange and link: it looks for itself
+            release(g)                  # a submitter is between exchange and link: it looks for itself, or rings
             return
         release(g)
 

@@ -105,6 +105,7 @@ class Memory:
     fd, fd_offset : a sealed memfd (or other mappable file) that holds it, else -1.
     device : ``"cpu"`` or ``"cuda:N"``.
     owner : whatever keeps it alive.
+    dmabuf_fd, dmabuf_offset : a dma-buf of device memory, for NICs that register by it; else -1.
     """
 
     addr: int
@@ -113,6 +114,8 @@ class Memory:
     fd_offset: int = 0
     device: str = "cpu"
     owner: Any = field(default=None, repr=False)
+    dmabuf_fd: int = -1
+    dmabuf_offset: int = 0
 
 
 class Domain(ABC):

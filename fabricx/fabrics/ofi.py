@@ -33,6 +33,7 @@ log = logging.getLogger("fabricx")
 
 SYMBOLS = ("fi_getinfo", "fi_freeinfo", "fi_dupinfo", "fi_fabric", "fi_version", "fi_strerror", "fi_tostr")
 OLDEST = (1, 17)
+DMABUF = (1, 20)  # registration by dma-buf came with this
 NATIVE_TCP = (1, 18)  # from here on provider "tcp" has native RDM endpoints; in 1.17 the same code is called "net"
 _SLOT_BITS = 16
 _N_REGIONS = 1 << _SLOT_BITS
@@ -134,8 +135,15 @@ class OfiDomain(Domain):
 
     def __init__(self, fabric: OfiFabric, spec: GroupSpec, lib: Library, provider: str, node: str, domain: str, index: int) -> None:
         self.fabric, self.spec, self.lib, self.index = fabric, spec, lib, index
+        skip = index if not domain else 0
         try:
-            self.state = _ofi.OfiState(lib.api, provider, node, domain, index if not domain else 0, spec.incarnation, fabric.hello_fd)
+            try:
+                self.state = _ofi.OfiState(lib.api, provider, node, domain, skip, spec.incarnation, fabric.hello_fd, spec.device.startswith("cuda"))
+            except OSError:
+                if not spec.device.startswith("cuda"):
+                    raise
+                log.info("provider %s cannot reach device memory", provider)
+                self.state = _ofi.OfiState(lib.api, provider, node, domain, skip, spec.incarnation, fabric.hello_fd)
         except OSError as e:
             where = f" at {node}" if node else ""
             raise errors.FabricUnavailable(f"provider {provider}{where} of {lib.path}: {e.strerror or e}") from e
@@ -143,7 +151,7 @@ class OfiDomain(Domain):
         i = self.state.info()
         self.ops, self.dom, self.addr = self.state.ops, self.state.dom, self.state.addr
         self.wait_fd = i["fd"]
-        caps = (CAP_LANDED if i["landed"] else 0) | (CAP_DEVICE if provider.startswith("efa") else 0)
+        caps = (CAP_LANDED if i["landed"] else 0) | (CAP_DEVICE if i["hmem"] else 0)
         self.provider, self.prov_key, self.key_size = i["provider"], i["prov_key"], i["key_size"]
         self.info = DomainInfo(
             f"{i['domain'] or provider}#{index}",
@@ -185,7 +193,10 @@ class OfiDomain(Domain):
         rkey = (secrets.randbits(47) | 1 << 47) << _SLOT_BITS | slot
         try:
             with self.spec.lock():
-                mr, desc = self.state.add_region(slot, rkey, memory.addr, memory.length, key, 1 if device >= 0 else 0, max(0, device), -1, 0)
+                dmabuf = memory.dmabuf_fd if self.lib.version >= DMABUF else -1
+                mr, desc = self.state.add_region(
+                    slot, rkey, memory.addr, memory.length, key, 1 if device >= 0 else 0, max(0, device), dmabuf, memory.dmabuf_offset
+                )
         except OSError as e:
             with self.slots:
                 self.free_slots.append(slot)

@@ -21,10 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 class Peer:
     """The test's side of such a process."""
 
-    def __init__(self, fabric: str = "local", size: int = 1 << 20, env: dict[str, str] | None = None, plain: bool = False, **options: Any) -> None:
+    def __init__(self, fabric: str = "local", size: int = 1 << 20, env: dict[str, str] | None = None, plain: bool = False,
+                 launcher: list[str] | None = None, **options: Any) -> None:
         request = json.dumps({"fabric": fabric, "size": size, "plain": plain, "options": options})
         self.process = subprocess.Popen(
-            [sys.executable, __file__, request],
+            [*(launcher or [sys.executable]), __file__, request],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -133,7 +133,7 @@ cdef class Rig:
         g.live = <uint8_t*>calloc(1 << IMM_INDEX_BITS, 1)
         g.caller, g.core, g.spin, g.yields = caller, core, spin, yields
         g.wheel.tick = now_ns() >> TICK_SHIFT
-        g.efd = -1
+        g.efd = g.cfd = -1
         table_init(&g.imm, 256)
         table_init(&g.shards, 64)
         g.nnics = 1
@@ -149,7 +149,8 @@ cdef class Rig:
         """As over a fabric that announces arrivals by a descriptor."""
         cdef group_t* g = self.g
         g.efd = c_eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
-        if g.efd < 0:
+        g.cfd = c_eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        if g.efd < 0 or g.cfd < 0:
             raise OSError("eventfd failed")
         g.fds[0].fd, g.fds[0].events = g.efd, POLLIN
         g.nfds = 1
@@ -177,6 +178,7 @@ cdef class Rig:
         self.stop()
         if self.g.efd >= 0:
             c_close(self.g.efd)
+            c_close(self.g.cfd)
         while self.g.pool_.head != NULL:
             r = self.g.pool_.head
             self.g.pool_.head = r.pool_next
