@@ -109,7 +109,7 @@ class PingPongThread(PingPong):
     options: ClassVar[dict[str, object]] = {
         "progress": "thread",
         "polling": "adaptive",
-        "config": fx.Config(spin=0, yields=1 << 30),
+        "config": fx.Config.from_env(spin=0, yields=1 << 30),
     }
     metric, bar, n = "8 B half round trip, Python, worker thread that yields", 0.8, 1_000
 
@@ -246,7 +246,7 @@ class FirstRead(Bandwidth):
     """A write and the receiver's first read of all of it, against memcpy and the same read. Both receivers spin, so that no
     wake-up is measured."""
 
-    options: ClassVar[dict[str, object]] = {"progress": "caller", "config": fx.Config(spin=1 << 28)}
+    options: ClassVar[dict[str, object]] = {"progress": "caller", "config": fx.Config.from_env(spin=1 << 28)}
 
     def __init__(self, side: Side) -> None:
         super().__init__(side)

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections import deque
 from pathlib import Path
+from typing import ClassVar
 
 import fabricx as fx
 
@@ -43,9 +44,10 @@ def compile_bare(into: str) -> str:
 
 
 class OfiPair(Pair):
-    """An ofi engine on each side, and a bare program on each side beside it."""
+    """An ofi engine on each side, and a bare program on each side beside it. Both spin, so that no wake-up is measured."""
 
     fabric = "ofi"
+    options: ClassVar[dict[str, object]] = {"progress": "caller", "config": fx.Config.from_env(spin=100_000)}
     size = WINDOW * MIB
 
     def __init__(self, side: Side) -> None:
