@@ -25,6 +25,7 @@ def test_a_host_buffer_is_zeroed_sealed_and_found_behind_its_views() -> None:
 
 
 def test_a_buffer_lives_as_long_as_a_view_of_it_and_gives_its_descriptor_back() -> None:
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     b = fx.HostBuffer(4096)
     view = b.array[1:]
