@@ -146,6 +146,9 @@ cdef class Group:
             g.bell = &g.own_bell
             g.fds[0].fd, g.fds[0].events = g.efd, POLLIN
             g.nfds = 1
+            if not g.caller and not g.busy:
+                # an empty turn costs a system call here: give the core away early, it may be the one that is waited for
+                g.spin = min(g.spin, <uint32_t>FD_SPIN)
             for x in domains:
                 if x.wait_fd >= 0:
                     g.fds[g.nfds].fd, g.fds[g.nfds].events = x.wait_fd, POLLIN

@@ -33,6 +33,7 @@ cdef extern from "atom.h" nogil:
 cdef enum:
     INLINE_GIL = 16384          # bytes up to which a copy is made with the GIL held
     LONGEST_S = 1000000         # longest timeout, in seconds
+    FD_SPIN = 4                 # empty turns before a worker yields on fabrics that sleep on descriptors
     SOURCES = 65536             # peers whose early arrivals are accounted for
 
 NUMBERS = IMM_ALLOC             # explicit immediates: 0 .. NUMBERS - 1
