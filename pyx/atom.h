@@ -133,31 +133,34 @@ static inline void copy_small(void *d, const void *s, uint64_t n) {
 }
 /* Non-temporal copy for bulk data; ends with sfence, so that what announces it may follow. */
 #if defined(__x86_64__)
-__attribute__((target("avx2")))
-static inline void copy_nt_avx2(void *dv, const void *sv, uint64_t n) {
-    char *d = (char *)dv; const char *s = (const char *)sv;
-    uint64_t head = (64 - ((uintptr_t)d & 63)) & 63, body, i;
-    if (n < 256) { memcpy(d, s, n); return; }
-    memcpy(d, s, head); d += head; s += head; n -= head;
-    body = n & ~(uint64_t)127;
-    for (i = 0; i < body; i += 128) {
-        __m256i a = _mm256_loadu_si256((const __m256i *)(s + i));
-        __m256i b = _mm256_loadu_si256((const __m256i *)(s + i + 32));
-        __m256i c = _mm256_loadu_si256((const __m256i *)(s + i + 64));
-        __m256i e = _mm256_loadu_si256((const __m256i *)(s + i + 96));
-        _mm_prefetch(s + i + 512, _MM_HINT_NTA);
-        _mm256_stream_si256((__m256i *)(d + i), a);
-        _mm256_stream_si256((__m256i *)(d + i + 32), b);
-        _mm256_stream_si256((__m256i *)(d + i + 64), c);
-        _mm256_stream_si256((__m256i *)(d + i + 96), e);
+/* The source is fetched 2 KiB ahead into all caches: a non-temporal prefetch halves the rate, measured on Sapphire Rapids. */
+#define COPY_NT(name, isa, vec, load, stream, line)                                                          \
+    __attribute__((target(isa))) static inline void name(void *dv, const void *sv, uint64_t n) {             \
+        char *d = (char *)dv; const char *s = (const char *)sv;                                              \
+        uint64_t head = (64 - ((uintptr_t)d & 63)) & 63, body, i, k;                                         \
+        if (n < 512) { memcpy(d, s, n); return; }                                                            \
+        memcpy(d, s, head); d += head; s += head; n -= head;                                                 \
+        body = n & ~(uint64_t)(4 * line - 1);                                                                \
+        for (i = 0; i < body; i += 4 * line) {                                                               \
+            vec a = load((const void *)(s + i)), b = load((const void *)(s + i + line));                     \
+            vec c = load((const void *)(s + i + 2 * line)), e = load((const void *)(s + i + 3 * line));      \
+            for (k = 0; k < 4 * line; k += 64) _mm_prefetch(s + i + 2048 + k, _MM_HINT_T0);                  \
+            stream((vec *)(d + i), a); stream((vec *)(d + i + line), b);                                     \
+            stream((vec *)(d + i + 2 * line), c); stream((vec *)(d + i + 3 * line), e);                      \
+        }                                                                                                    \
+        _mm_sfence();                                                                                        \
+        memcpy(d + body, s + body, n - body);                                                                \
     }
-    _mm_sfence();
-    memcpy(d + body, s + body, n - body);
-}
+#define LOAD256(p) _mm256_loadu_si256((const __m256i *)(p))
+#define LOAD512(p) _mm512_loadu_si512(p)
+COPY_NT(copy_nt_avx2, "avx2", __m256i, LOAD256, _mm256_stream_si256, 32)
+COPY_NT(copy_nt_avx512, "avx512f", __m512i, LOAD512, _mm512_stream_si512, 64)
 static inline void copy_nt(void *d, const void *s, uint64_t n) {
-    static int avx2 = -1;
-    if (avx2 < 0) avx2 = __builtin_cpu_supports("avx2") ? 1 : 0;
-    if (avx2) copy_nt_avx2(d, s, n); else memcpy(d, s, n);
+    static int best = -1;
+    if (best < 0) best = __builtin_cpu_supports("avx512f") ? 2 : __builtin_cpu_supports("avx2") ? 1 : 0;
+    if (best == 2) copy_nt_avx512(d, s, n);
+    else if (best == 1) copy_nt_avx2(d, s, n);
+    else memcpy(d, s, n);
 }
 #else
 static inline void copy_nt(void *d, const void *s, uint64_t n) { memcpy(d, s, n); }

@@ -148,16 +148,12 @@ cdef inline int progress(group_t* g) noexcept nogil:
     """One turn: take requests, go on with large ones, poll. Returns how much there was to do."""
     cdef int n = 0
     cdef uint32_t i
-    cdef uint64_t t0
     cdef req_t* r
     while n < TAKE:
         r = <req_t*>mpsc_pop(&g.q)
         if r == NULL:
             break
-        t0 = r.t0
         start(g, r)                     # may give r back
-        if t0:
-            g.t_post = tsc()
         n += 1
     if g.backlog != NULL:
         n += backlog_turn(g)
@@ -206,6 +202,9 @@ cdef inline void sleep_on(group_t* g, uint32_t who, int64_t ns) noexcept nogil:
 
 cdef inline void caller_leaves(group_t* g) noexcept nogil:
     """The driver goes: from here on arrivals wake the worker. What is there already is handed to it."""
+    if g.nfds and ld_rlx32(&g.park) == PARK_TIMED and g.backlog == NULL and not g.rearm:
+        unlock(g)                       # the worker looks by itself within PARK_NS; arming descriptors costs system calls
+        return
     fx_set_bell(g.bell, WORKER)
     if g.backlog == NULL and not g.rearm and armed(g):
         release(g)
@@ -275,8 +274,6 @@ cdef inline void submit(group_t* g, req_t* r) noexcept nogil:
     cdef uint32_t op = r.op
     if g.caller and trylock(g):
         start(g, r)
-        if t0:
-            g.t_post = tsc()
         if g.backlog != NULL or g.rearm or op == OP_RECV:   # a receive may let a message in that waits
             g.rearm = 0
             unlock(g)

@@ -471,8 +471,12 @@ cdef inline void start(group_t* g, req_t* r) noexcept nogil:
         backlog_add(g, r)
         arm_timer(g, r)
     elif post(g, r):
+        if r.t0:
+            g.t_post = tsc()
         close_out(g, r)
     else:
+        if r.t0:
+            g.t_post = tsc()
         backlog_add(g, r)
         if r.op != OP_RECV:
             arm_timer(g, r)

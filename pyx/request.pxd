@@ -31,20 +31,24 @@ cdef enum:
 
 cdef struct lmr_t:          # a registered local region
     uint64_t addr, size
-    uint32_t inflight       # requests that use it
     uint32_t dead
     uint64_t lkey[MAX_NICS]
+    char pad0[64]           # what submitters and the driver both write lies apart from what the driver reads
+    uint32_t inflight       # requests that use it
+    char pad1[60]
 
 cdef struct peer_t:         # a remote group
     uint32_t id             # index in the engine's list of peers
     uint32_t lost
-    uint32_t inflight
     uint32_t burnt          # tags that failed writes took with them
     uint32_t sends          # messages in the backlog: later ones queue behind them
     void* half              # req_t*: the message of which fragments are out; none other may start before it is whole
     uint64_t stamp          # turn in which a message to it could not be posted
     uint32_t at_nic[MAX_NICS]   # the fabric's index of its first NIC, or NO_SRC
     uint64_t tags[8]        # a bit for each of IMM_TAGS
+    char pad0[64]
+    uint32_t inflight
+    char pad1[60]
 
 cdef struct path_t:         # one way to a remote region: a local NIC, and that NIC's view of a remote one
     uint32_t nic, peer
@@ -53,8 +57,11 @@ cdef struct path_t:         # one way to a remote region: a local NIC, and that 
 cdef struct rmr_t:          # an imported remote region
     peer_t* peer
     uint64_t size
-    uint32_t inflight, npaths
+    uint32_t npaths
     path_t path[MAX_PATHS]
+    char pad0[64]
+    uint32_t inflight
+    char pad1[60]
 
 cdef struct redo_t:         # part of a request that a failed NIC did not deliver
     redo_t* next
