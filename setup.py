@@ -20,7 +20,6 @@ EXTENSIONS = {
     "fabricx._watcher": ("pyx/watcher.pyx", [], ""),
     "fabricx._null": ("pyx/null.pyx", [], ""),
     "fabricx._local": ("pyx/local.pyx", [], ""),
-    "fabricx._drive": ("pyx/drive.pyx", [], ""),
     "fabricx._ref": ("pyx/ref.pyx", [], ""),
     "fabricx._ofi": ("pyx/ofi.pyx", ["rdma/fabric.h"], "libfabric-dev"),
 }

@@ -29,7 +29,7 @@ _HOME = {
     "Chaos": "fabrics.local",
 } | dict.fromkeys(
     (
-        "FabricxError", "RegistrationError", "UnregisteredLocal", "UnregisteredRemote", "PeerLostError",
+        "FabricxError", "RegistrationError", "InUse", "UnregisteredLocal", "UnregisteredRemote", "PeerLostError",
         "UnknownPeer", "TransferTimeout", "TransferCancelled", "MaybeDelivered", "NicFailed", "OutOfRange",
         "PageListError", "MessageTooLong", "NotContiguous", "FabricUnavailable", "EngineClosed",
         "ProtocolError", "TooManyEarly", "ProviderError",

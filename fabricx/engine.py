@@ -80,6 +80,7 @@ class _Sources:
         self.lock = threading.Lock()
         self.numbers: dict[bytes, int] = {}
         self.addrs: list[NetAddr | None] = []
+        self.lost: set[int] = set()  # told already; each NIC reports it
 
     def number(self, netaddr: bytes) -> int:
         with self.lock:
@@ -90,6 +91,7 @@ class _Sources:
                     self.addrs.append(NetAddr.from_bytes(netaddr))
                 except errors.ProtocolError:
                     self.addrs.append(None)
+            self.lost.discard(n)
             return n
 
     def addr(self, number: int) -> NetAddr | None:
@@ -287,7 +289,6 @@ class TransferEngine(_worker.EngineBase):
         self._peer_by_id: list[_Peer] = []
         self._remotes: dict[tuple[int, NetAddr, tuple[int, ...]], _worker.RemoteMr] = {}
         self._graves: list[_worker.RemoteMr] = []
-        self._lost_sources: set[int] = set()
         self._handles: dict[int, _worker.MrHandle] = {}
         self._pools: dict[int, RecvPool] = {}
         self._watchers: dict[int, UvmWatcher] = {}
@@ -528,7 +529,7 @@ class TransferEngine(_worker.EngineBase):
     def dereg_mr(self, handle: _worker.MrHandle, *, wait: bool = True, timeout: float | None = None) -> None:
         """Undo reg_mr. When it returns, nothing can land in the memory any more and nothing reads it.
 
-        With transfers in flight it waits for them (`wait=True`) or raises RegistrationError. TransferTimeout: a transfer, or a
+        With transfers in flight it waits for them (`wait=True`) or raises InUse. TransferTimeout: a transfer, or a
         peer that is in the middle of writing, did not end in time; the memory must not be reused (it stays registered).
         """
         end = time.monotonic() + (self.config.timeout if timeout is None else timeout)
@@ -536,7 +537,7 @@ class TransferEngine(_worker.EngineBase):
             if self._handles.get(id(handle)) is not handle:
                 raise errors.UnregisteredLocal(f"{handle!r} is not registered with this engine (any more)")
             if not wait and handle.inflight:
-                raise errors.RegistrationError(f"{handle!r} is used by {handle.inflight} transfers")
+                raise errors.InUse(f"{handle!r} is used by {handle.inflight} transfers")
         handle.bury()
         pause = 1e-5
         try:
@@ -656,8 +657,14 @@ class TransferEngine(_worker.EngineBase):
         self._peer_paths(addr, group, timeout)
 
     def remove_peer(self, addr: NetAddr, *, wait: bool = True, timeout: float | None = None) -> None:
-        """Forget a peer and cut the connection. With transfers in flight, wait for them or raise UnknownPeer's sibling
-        RegistrationError (`wait=False`)."""
+        """Forget a peer and cut the connection; connect() makes a new one.
+
+        With transfers in flight it waits for them (`wait=True`) or raises InUse.
+
+        Raises
+        ------
+        UnknownPeer, InUse, TransferTimeout
+        """
         self._alive()
         end = time.monotonic() + (self.config.timeout if timeout is None else timeout)
         mine = [(k, p) for k, p in list(self._peers.items()) if k[1] == addr]
@@ -666,7 +673,7 @@ class TransferEngine(_worker.EngineBase):
         for k, p in mine:
             while self._peer_inflight(k[0], addr, p):
                 if not wait:
-                    raise errors.RegistrationError(f"transfers to {addr} are in flight")
+                    raise errors.InUse(f"transfers to {addr} are in flight")
                 if time.monotonic() > end:
                     raise errors.TransferTimeout(f"transfers to {addr} are still in flight")
                 time.sleep(0.001)
@@ -857,9 +864,9 @@ class TransferEngine(_worker.EngineBase):
         if self._sources.addr(source) is not None:
             addr = addr or self._sources.addr(source)
             group.forget_source(source)
-            if source in self._lost_sources:  # each NIC reports it
+            if source in self._sources.lost:
                 return
-            self._lost_sources.add(source)
+            self._sources.lost.add(source)
         if addr is None:
             return
         with self._lock:

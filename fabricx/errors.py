@@ -20,6 +20,10 @@ class UnregisteredRemote(RegistrationError):
     """The target is not (or no longer) registered at the peer."""
 
 
+class InUse(FabricxError, BlockingIOError):
+    """Transfers in flight use what was to be taken away, and the caller did not want to wait."""
+
+
 class PeerLostError(FabricxError, ConnectionError):
     """The peer died, was removed, restarted (another incarnation) or cut the connection."""
 

@@ -41,13 +41,15 @@ class HostBuffer:
         if not isinstance(nbytes, int) or not 0 < nbytes < _LONGEST:
             raise OutOfRange(f"nbytes is {nbytes!r}; a buffer has 1 .. 2**62 - 1 bytes")
         self.nbytes = nbytes
-        fd = os.memfd_create("fabricx", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = -1
         try:
+            fd = os.memfd_create("fabricx", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_GROW | _SEAL_SHRINK | _SEAL_SEAL)
             self._map = mmap.mmap(fd, nbytes)
         except OSError as e:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
             raise RegistrationError(e.errno, f"no memory for a HostBuffer of {nbytes} bytes: {e.strerror}") from e
         self._map.madvise(_MADV_DONTFORK)
         self.fd = fd

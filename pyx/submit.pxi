@@ -32,8 +32,8 @@ cdef class EngineBase:
             raise TypeError(f"the target must be an MrDesc, not {type(desc).__name__}") from None
         if x is not None:
             m = <RemoteMr?>x
-            if m.group is group:
-                return m
+            if m.group is group and not m.m.peer.lost:
+                return m                # a lost one may have been connected again
         return <RemoteMr?>self._resolve(desc, group)
 
     @cython.final

@@ -48,11 +48,11 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = Fa
 
 @bench.command()
 def p2p(
-    json_file: Annotated[Optional[Path], typer.Option("--json", help="write one row a case")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write one row a case")] = None,
     quick: Annotated[bool, typer.Option(help="fewer pairs, for a look")] = False,
     case: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
     pairs: Annotated[int, typer.Option(help="interleaved pairs a case; 0: 21, or 5 with --quick")] = 0,
-    peers_env: Annotated[Optional[Path], typer.Option(help="a Python with nixl installed, to compare with")] = None,
+    peers_env: Annotated[Path | None, typer.Option(help="a Python with nixl installed, to compare with")] = None,
     strict: Annotated[bool, typer.Option(help="exit code 1 when a bar is missed")] = False,
 ) -> None:
     """The engine and its fabrics against their limits and peers."""

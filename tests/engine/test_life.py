@@ -11,7 +11,6 @@ import time
 import warnings
 from pathlib import Path
 
-import psutil
 import pytest
 from engines import Pair, until
 

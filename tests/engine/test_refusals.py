@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -89,13 +90,37 @@ def test_source_and_target_may_not_overlap(pair: Pair) -> None:
     assert (pair.src[50:100] == pair.src[:50]).all()
 
 
-def test_a_region_in_use_is_not_taken_away(pair: Pair) -> None:
+def test_a_region_is_taken_away_once(pair: Pair) -> None:
     h, _ = pair.a.reg_mr(bytearray(64))
-    _, dead = pair.b.reg_mr(bytearray(64))
     pair.a.dereg_mr(h)
     with pytest.raises(fx.UnregisteredLocal):
         pair.a.dereg_mr(h)
-    assert dead.length == 64
+
+
+def test_what_is_in_use_is_not_taken_away(pairs: Callable[..., Pair]) -> None:
+    p = pairs(a={"chaos": fx.Chaos(1, order=[0, 1])})  # the first write is held until there is a second
+    t = p.write(100)
+    with pytest.raises(fx.InUse, match="source.*1 transfers"):
+        p.a.dereg_mr(p.handle, wait=False)
+    with pytest.raises(fx.InUse, match="in flight"):
+        p.a.remove_peer(p.b.address, wait=False)
+    with pytest.raises(fx.TransferTimeout, match="still used"):
+        p.a.dereg_mr(p.handle, timeout=0.05)
+    p.write(100)
+    p.a.remove_peer(p.b.address)
+    assert t.done()
+    p.a.dereg_mr(p.handle)
+    with pytest.raises(fx.UnknownPeer):
+        p.a.remove_peer(p.b.address)
+
+
+def test_a_removed_peer_can_be_connected_again(pairs: Callable[..., Pair]) -> None:
+    p = pairs()
+    for k in range(20):
+        p.write(8, 5).wait()
+        p.a.remove_peer(p.b.address)
+    p.write(8, 5).wait()
+    p.b.expect_imm_count(5, 21).wait()
 
 
 def test_a_closed_engine_says_so(pair: Pair) -> None:
