@@ -15,7 +15,7 @@ $(VENV)/.ready: pyproject.toml tools/setup.sh
 # extensions: again when a source changes
 $(VENV)/.built: $(VENV)/.ready setup.py $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
 	@echo "building the extensions"
-	@$(PY) setup.py -q build_ext --inplace -j2 2> $(VENV)/build.log || { cat $(VENV)/build.log; exit 1; }
+	@$(PY) setup.py -q build_ext --inplace -j2 > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
 	@grep "left out" $(VENV)/build.log || true
 	@touch $@
 
