@@ -10,7 +10,7 @@ from libc.stdint cimport int32_t, uint32_t, uint64_t
 cdef enum:
     # -- what a post returns (negative: refused, minus one of the FE_ codes; nothing was posted)
     POST_QUEUED = 0        # a completion (C_DONE or C_ERROR) with this ctx will follow
-    POST_DONE = 1          # already complete, and landed: no completion follows (memcpy fabrics)
+    POST_DONE = 1          # already complete: no completion follows. The source is reusable; landed too if caps or F_LANDED say so
     POST_FULL = 2          # not accepted, try again later; never an error
 
     # -- flags of a write

@@ -124,6 +124,6 @@ cdef struct group_t:
     int efd, cfd            # the worker's, and a sleeping caller's
     # -- figures
     uint64_t turns, sleeps, submitted, ended, failed, stale, refused, missed
-    uint64_t split_min, kicks
+    uint64_t split_min, kicks, drives
     uint64_t t_pick, t_post
     pthread_t thread

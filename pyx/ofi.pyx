@@ -44,6 +44,7 @@ cdef extern from "ofi_api.h" nogil:
     int ofi_av_insert(ofi_nic*, const void* addr, uint64_t* out) noexcept
     void ofi_av_remove(ofi_nic*, uint64_t) noexcept
     int ofi_write(ofi_nic*, const void* src, uint64_t n, void* desc, uint64_t peer, uint64_t dst, uint64_t key, uint64_t data, int imm, int landed, int more, void* ctx) noexcept
+    int ofi_inject(ofi_nic*, const void* src, uint64_t n, uint64_t peer, uint64_t dst, uint64_t key, uint64_t data, int imm) noexcept
     int ofi_send(ofi_nic*, const void* buf, uint64_t n, void* desc, uint64_t peer, void* ctx) noexcept
     int ofi_recv(ofi_nic*, void* buf, uint64_t n, void* desc, void* ctx) noexcept
     int ofi_poll(ofi_nic*, ofi_comp*, int n) noexcept
@@ -473,7 +474,7 @@ cdef extern from *:
 # ---------------------------------------------------------------- the table
 
 cdef inline int post1(dom_t* d, uint64_t src, uint64_t n, uint64_t off, uint64_t lkey, uint64_t rkey, uint64_t ctx, uint32_t peer,
-                      uint32_t imm, uint32_t flags, int more) noexcept nogil:
+                      uint32_t imm, uint32_t flags, int more, int inject) noexcept nogil:
     cdef peer_t* p
     cdef imp_t* m
     cdef xctx_t* x
@@ -491,6 +492,21 @@ cdef inline int post1(dom_t* d, uint64_t src, uint64_t n, uint64_t off, uint64_t
         return -FE_REMOTE_KEY
     if off > m.len or n > m.len - off:
         return -FE_REMOTE_RANGE
+    data = imm
+    if d.nic.data8:
+        data |= <uint64_t>p.number << 32
+    if inject and n and n <= d.nic.inject and not flags & F_LANDED and not d.nic.landed:
+        # done means "source reusable" here, and that it is: landing is for F_LANDED, or for the immediate to tell
+        rc = ofi_inject(d.nic, <void*>src, n, p.fi, m.addr + off, m.key, data, (flags & F_IMM) != 0)
+        if rc == 0:
+            d.nposts += 1
+            return POST_DONE
+        if rc == -11:
+            return POST_FULL
+        if means_lost(-rc):
+            lose(d, peer)
+            return -FE_PEER_LOST
+        return -FE_PROVIDER
     x = xtake(d)
     if x == NULL:
         return POST_FULL
@@ -498,9 +514,6 @@ cdef inline int post1(dom_t* d, uint64_t src, uint64_t n, uint64_t off, uint64_t
     x.user = ctx
     x.peer = peer
     x.slot = <uint32_t>rkey
-    data = imm
-    if d.nic.data8:
-        data |= <uint64_t>p.number << 32
     rc = ofi_write(d.nic, <void*>src, n, <void*>lkey, p.fi, m.addr + off, m.key, data, (flags & F_IMM) != 0, (flags & F_LANDED) != 0, more, x)
     if rc == 0:
         p.out += 1
@@ -516,12 +529,12 @@ cdef inline int post1(dom_t* d, uint64_t src, uint64_t n, uint64_t off, uint64_t
     return -FE_PROVIDER
 
 cdef int ofi_post_write(void* dom, write_t* w) noexcept nogil:
-    return post1(<dom_t*>dom, w.src, w.len, w.dst, w.lkey, w.rkey, w.ctx, w.peer, w.imm, w.flags, 0)
+    return post1(<dom_t*>dom, w.src, w.len, w.dst, w.lkey, w.rkey, w.ctx, w.peer, w.imm, w.flags, 0, 1)
 
 cdef int ofi_post_many(void* dom, write_t* w, int n) noexcept nogil:
     cdef int i
     for i in range(n):
-        w[i].rc = post1(<dom_t*>dom, w[i].src, w[i].len, w[i].dst, w[i].lkey, w[i].rkey, w[i].ctx, w[i].peer, w[i].imm, w[i].flags, 0)
+        w[i].rc = post1(<dom_t*>dom, w[i].src, w[i].len, w[i].dst, w[i].lkey, w[i].rkey, w[i].ctx, w[i].peer, w[i].imm, w[i].flags, 0, 1)
         if w[i].rc == POST_FULL:
             return i
     return n
@@ -536,7 +549,7 @@ cdef int ofi_post_pages(void* dom, pages_t* g) noexcept nogil:
     cdef int rc
     while g.at < g.end:
         rc = post1(<dom_t*>dom, g.src + index_of(g.si, g.swide, g.at) * g.sstride, g.len, g.dst + index_of(g.di, g.dwide, g.at) * g.dstride,
-                   g.lkey, g.rkey, g.ctx, g.peer, g.imm, g.flags, 0)
+                   g.lkey, g.rkey, g.ctx, g.peer, g.imm, g.flags, 0, 0)
         if rc == POST_FULL:
             return POST_QUEUED if g.at > start else POST_FULL
         if rc < 0:

@@ -253,6 +253,10 @@ static inline int ofi_write(ofi_nic *n, const void *src, uint64_t len, void *des
     struct fi_msg_rma m = { &v, &desc, 1, peer, &r, 1, ctx, data };    /* zero-length writes keep iov and a valid desc: portable */
     return (int)fi_writemsg(n->ep, &m, FI_COMPLETION | (imm ? FI_REMOTE_CQ_DATA : 0) | (landed ? FI_DELIVERY_COMPLETE : 0) | (more ? FI_MORE : 0));
 }
+/* Small writes whose landing nobody asked for: copied at once, no completion of their own to be read. */
+static inline int ofi_inject(ofi_nic *n, const void *src, uint64_t len, uint64_t peer, uint64_t dst, uint64_t key, uint64_t data, int imm) {
+    return (int)(imm ? fi_inject_writedata(n->ep, src, len, data, peer, dst, key) : fi_inject_write(n->ep, src, len, peer, dst, key));
+}
 static inline int ofi_send(ofi_nic *n, const void *buf, uint64_t len, void *desc, uint64_t peer, void *ctx) {
     return (int)fi_send(n->ep, buf, len, desc, peer, ctx);
 }
