@@ -72,6 +72,7 @@ cdef inline void recovered(group_t* g, uint32_t nic, uint64_t ctx, int64_t count
     redo.n = w.n - done
     redo.next = r.redo
     r.redo = redo
+    r.extra |= X_REST
     r.send.at = 0
     d.out_bytes -= w.unit * left
     r.left -= left
@@ -279,8 +280,8 @@ cdef inline void worker_turns(group_t* g) noexcept nogil:
 
 cdef inline void submit(group_t* g, req_t* r) noexcept nogil:
     """Hands a request over. Caller style: post here and now if nobody else drives. Else: queue, bell."""
-    cdef uint64_t t0 = r.t0
     cdef uint32_t op = r.op
+    r.extra |= X_SENT
     if g.caller and trylock(g):
         start(g, r)
         if g.backlog != NULL or g.rearm or op == OP_RECV:   # a receive may let a message in that waits

@@ -41,16 +41,19 @@ cdef inline void tell(group_t* g, req_t* r, uint32_t state) noexcept nogil:
     cdef uint64_t one = 1
     cdef loopq_t* lq
     cdef int efd
-    if r.native != NULL:
-        r.native(r.native_arg, r.status)
-    if r.counter != NULL:
-        fadd64(r.counter if state == DONE else r.counter + 1, 1)
-    if r.cb != NULL:
+    cdef bint cb = False
+    if r.extra & X_REST:
+        if r.native != NULL:
+            r.native(r.native_arg, r.status)
+        if r.counter != NULL:
+            fadd64(r.counter if state == DONE else r.counter + 1, 1)
+        cb = r.cb != NULL
+    if cb:
         fadd32(&r.refs, 1)
         r.cb_node.kind = CB_TRANSFER
         r.cb_node.self = r
     xchg32(&r.state, state)             # full barrier: then look for waiters
-    if r.cb != NULL:
+    if cb:
         cbq_push(g.cbq, &r.cb_node)
     if ld_rlx32(&r.waiters):
         futex_wake(&r.state, 1 << 30)
@@ -83,7 +86,7 @@ cdef inline void retire(group_t* g, req_t* r) noexcept nogil:
     elif r.target != NULL:
         for i in range(r.n):
             fadd32(&r.target[i].rmr.inflight, <uint32_t>-1)
-    if r.peer != NULL:
+    if r.op == OP_SEND and r.peer != NULL:
         fadd32(&r.peer.inflight, <uint32_t>-1)
     if r.lmr != NULL:
         fadd32(&r.lmr.inflight, <uint32_t>-1)

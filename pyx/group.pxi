@@ -87,7 +87,6 @@ cdef class Group:
         self.domains = ()
 
     def __dealloc__(self):
-        cdef req_t* r
         cdef int i
         cdef group_t* g = self.g
         if g == NULL:
@@ -105,10 +104,7 @@ cdef class Group:
                 c_close(g.efd)
             if g.cfd >= 0:
                 c_close(g.cfd)
-        while g.pool_.head != NULL:
-            r = g.pool_.head
-            g.pool_.head = r.pool_next
-            free(r)
+        pool_free(&g.pool_)
         free(g)
 
     # -- life
@@ -338,6 +334,7 @@ cdef class Group:
         cdef group_t* g = self.g
         t.src = leader
         t.r.imm = kind
+        t.r.extra = X_SENT
         t.r.deadline = now_ns() + <uint64_t>LONGEST_S * 1000000000
         with nogil:
             lock_now(g)

@@ -451,7 +451,7 @@ cdef inline void close_out(group_t* g, req_t* r) noexcept nogil:
 
 cdef inline void start(group_t* g, req_t* r) noexcept nogil:
     """First look at a request: post its first write at once."""
-    if r.t0:
+    if r.extra & X_TIMED:
         g.t_pick = tsc()
     g.submitted += 1
     r.started = 1
@@ -471,11 +471,11 @@ cdef inline void start(group_t* g, req_t* r) noexcept nogil:
         backlog_add(g, r)
         arm_timer(g, r)
     elif post(g, r):
-        if r.t0:
+        if r.extra & X_TIMED:
             g.t_post = tsc()
         close_out(g, r)
     else:
-        if r.t0:
+        if r.extra & X_TIMED:
             g.t_post = tsc()
         backlog_add(g, r)
         if r.op != OP_RECV:

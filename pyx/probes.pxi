@@ -104,6 +104,7 @@ def pickup(EngineBase engine not None, MrHandle src not None, desc, int n, uint6
             w = quick_write(g, src, 0, m, 0, 256, 7)
             a = tsc()
             w.t0 = a
+            w.extra = X_TIMED
             submit(g, w)
             b = tsc()
             e = now_ns() + <uint64_t>1000000000
@@ -142,6 +143,7 @@ def scatter_nogil(EngineBase engine not None, MrHandle src not None, descs, uint
             t[i].src, t[i].len, t[i].off = src.m.addr, length, 0
             fadd32(&t[i].rmr.inflight, 1)
         r.target, r.n, r.lmr = t, k, src.m
+        r.extra = X_REST
         fadd32(&src.m.inflight, 1)
         r.imm, r.flags = 7, F_IMM
         r.deadline = coarse_ns() + <uint64_t>30000000000
@@ -172,6 +174,7 @@ def native_nogil(EngineBase engine not None, NativeCallback cb not None, int n):
             r = req_new(&g.pool_, OP_NOP)
             r.native = <void (*)(uint64_t, int64_t) noexcept nogil><uintptr_t>cb.address
             r.native_arg = cb.arg
+            r.extra = X_REST
             submit(g, r)
             req_drop(&g.pool_, r)
         t1 = now_ns() - t0

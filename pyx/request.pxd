@@ -76,120 +76,121 @@ cdef struct loopq_t:        # completions for one asyncio loop
     int efd
     uint32_t refs
 
-cdef struct req_t:
-    qnode_t q               # first: a queue node is its request
-    uint32_t state, waiters
-    uint32_t refs           # one for the Transfer, one for the worker
+cdef enum:
+    X_REST = 1              # a field of the last lines is set and has to be cleared
+    X_TIMED = 2             # t0 is set
+    X_SENT = 4              # handed over: the worker holds a reference
+
+cdef struct req_t:          # by cache lines: a plain write touches the first three, and the submitter shares them with the worker
+    # -- what is to be done
+    qnode_t q               # first: a queue node is its request; links free ones too
+    lmr_t* lmr
+    rmr_t* rmr
+    uint64_t n              # bytes, pages, targets, wanted count
+    uint64_t src, dst       # absolute source, offset in the target
     uint32_t op
     uint32_t flags          # F_
     uint32_t imm
+    uint32_t nic            # pinned to, or NIC_ANY
+    # -- how it stands
+    uint32_t state, waiters
+    uint32_t refs           # one for the Transfer, one for the worker
+    uint32_t extra          # X_
     int32_t status, vendor  # first error; FE_
     uint32_t quiet
-    uint32_t failed_at      # index of the target (scatter) that failed first
+    uint32_t started        # taken from the queue
+    uint32_t cancelled      # before it was started
+    uint32_t stopped        # an error or the end: no more of it is posted
+    uint32_t listed         # in the backlog
+    uint32_t t_slot         # 1 + slot of the timer wheel; 0: not in it
     uint64_t deadline       # now_ns() scale
+    loopq_t* lq
+    # -- how far it is
+    uint64_t at, left       # next to post; posts without completion
+    uint64_t part           # bytes posted of the shard or target being posted in chunks
+    uint64_t shard_len      # bytes of a shard but the last
+    target_t* target        # owned
+    req_t* follow           # OP_FOLLOW requests waiting for this one, linked by `next`
+    uint32_t shards, shard  # of a write; next one
+    uint32_t path           # path of the shard being posted in chunks
+    int32_t tag             # -1: none
+    # -- pages
+    uint64_t len            # of a page, or of a receive buffer
+    uint64_t sstride, dstride
+    const void* si
+    const void* di
+    uint32_t swide, dwide
+    peer_t* peer            # of a message
+    uint64_t t0             # tsc at submit, for measurements
     # -- how the end is told
     void (*native)(uint64_t, int64_t) noexcept nogil
     uint64_t native_arg
     uint64_t* counter       # [0] done, [1] failed
     void* cb                # PyObject*: the Transfer, owned, with a Python callback
     cnode_t cb_node
-    loopq_t* lq
-    void* lq_obj            # PyObject*: the Transfer, owned
-    req_t* lq_next
-    req_t* follow           # OP_FOLLOW requests waiting for this one, linked by `next`
-    req_t* leader           # of an OP_FOLLOW
-    # -- lists of the worker
+    uint32_t failed_at      # index of the target (scatter) that failed first
+    char pad[4]
+    # -- lists
     req_t* next             # backlog, expectations or followers
     req_t* prev             # backlog
     req_t* t_next
     req_t* t_prev
-    uint32_t t_slot         # 1 + slot of the timer wheel; 0: not in it
-    uint32_t listed         # in the backlog
-    uint32_t started        # taken from the queue
-    uint32_t cancelled      # before it was started
-    # -- the work
-    lmr_t* lmr
-    rmr_t* rmr
-    peer_t* peer            # of a message
-    uint64_t n, at          # bytes of a shard, pages, targets, wanted count; next to post
-    uint64_t left           # posts without completion
-    uint64_t src, dst, len  # absolute source, offset in the target, length (of a page, for pages)
-    uint64_t sstride, dstride
-    const void* si
-    const void* di
-    uint32_t swide, dwide
-    uint32_t nic            # pinned to, or NIC_ANY
-    uint32_t shards, shard  # of a write; next one
-    uint32_t path           # path of the shard being posted in chunks
-    int32_t tag             # -1: none
-    uint32_t stopped        # an error or the end: no more of it is posted
-    uint64_t shard_len      # bytes of a shard but the last
-    uint64_t part           # bytes posted of the shard or target being posted in chunks
+    void* lq_obj            # PyObject*: the Transfer, owned
+    req_t* lq_next
+    req_t* leader           # of an OP_FOLLOW
     redo_t* redo
-    target_t* target        # owned
     send_t send             # buf owned when op is OP_SEND
-    uint64_t t0             # tsc at submit, for measurements
-    req_t* pool_next
 
-cdef struct pool_t:         # free requests; a spin lock of a few ns guards it
-    uint32_t lock
-    uint32_t n
+cdef struct pool_t:         # free requests
+    uint32_t lock           # submitters; a spin lock of a few ns
+    uint32_t made           # in existence
     req_t* head
-    char pad[40]
+    char pad0[48]
+    req_t* returned         # a stack that droppers push to and submitters take whole
+    char pad1[56]
 
 cdef enum:
-    POOL_KEEP = 4096
+    POOL_KEEP = 8192
 
 cdef inline req_t* req_new(pool_t* p, uint32_t op) noexcept nogil:
-    """A request with refs 2, or NULL when out of memory. Only what every operation needs is set."""
+    """A request with refs 2, or NULL when out of memory. Fields beyond the first three lines are as alloc_lines left them, or as
+    req_drop has cleared them: zero where it matters."""
     cdef req_t* r = NULL
-    if ld_rlx32(&p.n) and xchg32(&p.lock, 1) == 0:
+    if xchg32(&p.lock, 1) == 0:
         r = p.head
+        if r == NULL and ld_acqp(<void**>&p.returned) != NULL:
+            r = <req_t*>xchgp(<void**>&p.returned, NULL)
         if r != NULL:
-            p.head = r.pool_next
-            st_rlx32(&p.n, p.n - 1)
+            p.head = <req_t*>r.q.next
         st_rel32(&p.lock, 0)
     if r == NULL:
         r = <req_t*>alloc_lines(sizeof(req_t))
         if r == NULL:
             return NULL
+        fadd32(&p.made, 1)
+    r.lmr = NULL
+    r.rmr = NULL
+    r.n = 0
+    r.op = op
+    r.flags = r.imm = 0
+    r.nic = NIC_ANY
     r.state = PENDING
     r.waiters = 0
     r.refs = 2
-    r.op = op
-    r.flags = r.imm = 0
+    r.extra = 0
     r.status = r.vendor = 0
-    r.quiet = 0
-    r.native = NULL
-    r.counter = NULL
-    r.cb = NULL
+    r.quiet = r.started = r.cancelled = r.stopped = 0
+    r.listed = r.t_slot = 0
     r.lq = NULL
-    r.follow = NULL
-    r.t_slot = r.listed = 0
-    r.lmr = NULL
-    r.rmr = NULL
-    r.peer = NULL
-    r.n = r.at = r.left = 0
-    r.nic = NIC_ANY
+    r.at = r.left = r.part = r.shard_len = 0
     r.shards = 1
     r.shard = 0
-    r.part = 0
     r.tag = -1
-    r.stopped = r.started = r.cancelled = 0
-    r.shard_len = 0
-    r.send.at = 0
-    r.leader = NULL
-    r.redo = NULL
-    r.target = NULL
-    r.send.buf = NULL
-    r.t0 = 0
     return r
 
-cdef inline void req_drop(pool_t* p, req_t* r) noexcept nogil:
-    """One reference less; the last one gives the request back."""
+cdef inline void req_clear(req_t* r) noexcept nogil:
+    """Gives back what a request owns, and leaves its last lines as req_new expects them."""
     cdef redo_t* d
-    if ld_acq32(&r.refs) != 1 and fadd32(&r.refs, <uint32_t>-1) != 1:
-        return
     if r.target != NULL:
         free(r.target)
     if r.op == OP_SEND and r.send.buf != NULL:
@@ -198,13 +199,41 @@ cdef inline void req_drop(pool_t* p, req_t* r) noexcept nogil:
         d = r.redo
         r.redo = d.next
         free(d)
-    if ld_rlx32(&p.n) < POOL_KEEP and xchg32(&p.lock, 1) == 0:
-        r.pool_next = p.head
-        p.head = r
-        st_rlx32(&p.n, p.n + 1)
-        st_rel32(&p.lock, 0)
+    r.target = NULL
+    r.peer = NULL
+    r.native = NULL
+    r.counter = NULL
+    r.cb = NULL
+    r.send.buf = NULL
+    r.send.at = 0
+
+cdef inline void req_drop(pool_t* p, req_t* r) noexcept nogil:
+    """One reference less; the last one gives the request back."""
+    cdef req_t* old
+    if ld_acq32(&r.refs) != 1 and fadd32(&r.refs, <uint32_t>-1) != 1:
         return
-    free(r)
+    if r.extra & X_REST:
+        req_clear(r)
+    if ld_rlx32(&p.made) > POOL_KEEP:
+        fadd32(&p.made, <uint32_t>-1)
+        free(r)
+        return
+    while True:
+        old = <req_t*>ld_acqp(<void**>&p.returned)
+        r.q.next = <qnode_t*>old
+        if casp(<void**>&p.returned, old, r):
+            return
+
+cdef inline void pool_free(pool_t* p) noexcept nogil:
+    """Frees what is free; nobody uses the pool any more."""
+    cdef req_t* r
+    while p.head != NULL or p.returned != NULL:
+        if p.head == NULL:
+            p.head = p.returned
+            p.returned = NULL
+        r = p.head
+        p.head = <req_t*>r.q.next
+        free(r)
 
 # -- tags of split writes, one set a peer
 

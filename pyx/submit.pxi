@@ -41,6 +41,7 @@ cdef class EngineBase:
         cdef req_t* r = t.r
         if on_done is None:
             return 0
+        r.extra |= X_REST
         if isinstance(on_done, NativeCallback):
             r.native = <void (*)(uint64_t, int64_t) noexcept nogil><uintptr_t>(<NativeCallback>on_done).address
             r.native_arg = (<NativeCallback>on_done).arg
@@ -365,6 +366,7 @@ cdef class EngineBase:
             r.flags |= F_LANDED
         r.deadline = coarse_ns() + <uint64_t>span_ns(timeout, self.timeout_ns)
         r.target = <target_t*>malloc(max(<uint64_t>1, n) * sizeof(target_t))
+        r.extra |= X_REST
         if r.target == NULL:
             raise MemoryError
         for i in range(n):
@@ -452,6 +454,7 @@ cdef class EngineBase:
         r.deadline = coarse_ns() + <uint64_t>span_ns(timeout, self.timeout_ns)
         PyObject_GetBuffer(msg, &b, PyBUF_SIMPLE)
         try:
+            r.extra |= X_REST
             r.send.buf = malloc(max(<size_t>1, <size_t>b.len))
             if r.send.buf == NULL:
                 raise MemoryError

@@ -94,6 +94,8 @@ cdef class Transfer:
             return
         if self.keep is not None and ld_acq32(&self.r.state) != DONE and not ld_acq32(&self.r.quiet):
             self.group.adopt(self.orphan())     # index arrays are borrowed until nothing can read them
+        if not self.r.extra & X_SENT:
+            req_drop(&self.group.g.pool_, self.r)       # refused before it was handed over: the worker's share too
         req_drop(&self.group.g.pool_, self.r)
 
     cdef Transfer orphan(self):

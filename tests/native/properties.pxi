@@ -202,12 +202,13 @@ def pool(int threads, uint64_t rounds, double seconds=20, uint64_t seed=1):
     cdef uint64_t kept = 0
     try:
         out = run_jobs(None, [<uint64_t><void*>pool_job] * threads, [], rounds, seconds, seed, 0, p)
-        n = p.n
-        while p.head != NULL:
-            r = p.head
-            p.head = r.pool_next
-            free(r)
-            kept += 1
+        n = p.made
+        for mine in (True, False):
+            r = p.head if mine else p.returned
+            while r != NULL:
+                kept += 1
+                r = <req_t*>r.q.next
+        pool_free(p)
         return dict(out, kept=kept, counted=n)
     finally:
         free(p)
@@ -305,10 +306,7 @@ cdef void* tell_job(void* arg) noexcept nogil:
         elif draw(j) & 63 == 0:
             sched_yield()
     meet(j, 1)
-    while g.pool_.head != NULL:
-        r = g.pool_.head
-        g.pool_.head = r.pool_next
-        free(r)
+    pool_free(&g.pool_)
     free(g)
     return NULL
 
@@ -370,6 +368,7 @@ cdef void* submitter_job(void* arg) noexcept nogil:
         x = draw(j)
         r = ask(j, OP_WRITE if x & 1 else OP_NOP)
         r.native, r.native_arg = native_end, <uint64_t>j.s
+        r.extra |= X_REST
         if x & 6 == 0:
             r.cb = r                    # goes through the callback queue
             fadd64(&j.s.sent, 1)

@@ -179,10 +179,7 @@ cdef class Rig:
         if self.g.efd >= 0:
             c_close(self.g.efd)
             c_close(self.g.cfd)
-        while self.g.pool_.head != NULL:
-            r = self.g.pool_.head
-            self.g.pool_.head = r.pool_next
-            free(r)
+        pool_free(&self.g.pool_)
         free(self.g.nic[0].wr)
         free(self.g.nic[0].free_wr)
         free(self.g.imm.slot)
@@ -262,6 +259,7 @@ cdef inline req_t* ask(job_t* j, uint32_t op) noexcept nogil:
     cdef req_t* r = req_new(j.g.pool, op)
     r.deadline = now_ns() + <uint64_t>FAR * 1000000000
     r.counter = &j.s.done
+    r.extra = X_REST
     if op == OP_WRITE:
         fadd32(&j.lmr.inflight, 1)
         fadd32(&j.rmr.inflight, 1)
