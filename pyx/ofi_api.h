@@ -36,8 +36,9 @@ typedef struct {
     struct fid_av *av;
     struct fid_cq *cq;
     struct fid_ep *ep;
+    struct fid_mr *internal[2];
     int has_fd, fd;
-    int data8, contexts2, virt_addr, prov_key, need_desc, mr_endpoint, landed, hmem;
+    int data8, contexts2, virt_addr, prov_key, need_desc, mr_endpoint, landed, delivery, hmem;
     uint64_t max_msg, inject, key_size;
     uint32_t tx_depth;
     char provider[64], domain[128], fabric[128];
@@ -75,6 +76,9 @@ static struct fi_info *ofi_hints(ofi_api *a, const char *provider, const char *d
     h->domain_attr->resource_mgmt = FI_RM_ENABLED;
     h->tx_attr->msg_order = h->rx_attr->msg_order = 0;  /* no order is asked for, and none relied on */
     h->tx_attr->comp_order = h->rx_attr->comp_order = 0;
+    /* efa's CQ data has 32 bits, all taken by the immediate: who wrote is read from the completion, which efa only says to
+       those that ask for it */
+    if (provider && !strncmp(provider, "efa", 3)) h->caps |= FI_SOURCE;
     if (hmem) {                                         /* device memory, registered by fi_mr_regattr */
         h->caps |= FI_HMEM;
         h->domain_attr->mr_mode |= FI_MR_HMEM;
@@ -106,23 +110,24 @@ static int ofi_list(ofi_api *a, const char *provider, const char *node, char *ou
    an option that the library does not know is refused by it, which is no fault. */
 enum {
     OFI_OPT_CUDA_API_PERMITTED = 10, OFI_OPT_SHARED_MEMORY_PERMITTED = 11,
-    OFI_OPT_EFA_RNR_RETRY = -(0xefa << 16), OFI_OPT_EFA_USE_DEVICE_RDMA = -(0xefa << 16) + 4, OFI_OPT_EFA_UNSOLICITED_WRITE_RECV = -(0xefa << 16) + 8
+    OFI_OPT_EFA_RNR_RETRY = -(0xefa << 16), OFI_OPT_EFA_USE_DEVICE_RDMA = -(0xefa << 16) + 4,
+    OFI_OPT_EFA_UNSOLICITED_WRITE_RECV = -(0xefa << 16) + 8
 };
 static void ofi_efa_options(ofi_nic *n, int direct) {
     _Bool yes = 1, no = 0;
-    size_t retry = 7;                                   /* 7 is "for ever": our own deadlines end a wait for a slow receiver */
+    size_t retry = 7;
+    /* 7 is "for ever": a receiver that is not ready is waited for until our own deadline; an error would lose a message */
+    fi_setopt(&n->ep->fid, FI_OPT_ENDPOINT, OFI_OPT_EFA_RNR_RETRY, &retry, sizeof retry);
     /* one way for every peer: the shared-memory path inside efa hangs when a peer is killed */
     fi_setopt(&n->ep->fid, FI_OPT_ENDPOINT, OFI_OPT_SHARED_MEMORY_PERMITTED, &no, sizeof no);
-    /* registration must not call CUDA behind our back: it could wait for a kernel that waits for us */
+    /* data transfer must not call CUDA behind our back: it could wait for a kernel that waits for us */
     fi_setopt(&n->ep->fid, FI_OPT_ENDPOINT, OFI_OPT_CUDA_API_PERMITTED, &no, sizeof no);
-    if (direct) {
+    if (direct)
         /* no receive is used up by an immediate; the completion queue must then be long enough for all that may arrive */
         fi_setopt(&n->ep->fid, FI_OPT_ENDPOINT, OFI_OPT_EFA_UNSOLICITED_WRITE_RECV, &yes, sizeof yes);
-        return;
-    }
-    fi_setopt(&n->ep->fid, FI_OPT_ENDPOINT, OFI_OPT_EFA_RNR_RETRY, &retry, sizeof retry);
-    /* writes by the NIC, never emulated by the target's CPU; needs API 1.18, see ofi_ask() */
-    fi_setopt(&n->ep->fid, FI_OPT_ENDPOINT, OFI_OPT_EFA_USE_DEVICE_RDMA, &yes, sizeof yes);
+    else
+        /* writes by the NIC where it can (NICs that cannot refuse the option); needs API 1.18, see ofi_ask() */
+        fi_setopt(&n->ep->fid, FI_OPT_ENDPOINT, OFI_OPT_EFA_USE_DEVICE_RDMA, &yes, sizeof yes);
 }
 
 static int ofi_open(ofi_api *a, ofi_nic *n, const char *provider, const char *node, const char *domain, int skip, uint64_t cq_size, int hmem) {
@@ -161,6 +166,9 @@ static int ofi_open(ofi_api *a, ofi_nic *n, const char *provider, const char *no
     n->tx_depth = (uint32_t)(i->tx_attr->size ? i->tx_attr->size : 128);
     /* efa's SRD acknowledges delivery; tcp's completion only says that the buffer may be reused */
     n->landed = i->fabric_attr->prov_name && !strncmp(i->fabric_attr->prov_name, "efa", 3);
+    /* "efa" emulates writes where a NIC has none of its own; its completion then means "landed" only if that is asked for.
+       Writes by the NIC ignore the flag. "efa-direct" knows neither emulation nor the flag. */
+    n->delivery = n->landed && strcmp(i->fabric_attr->prov_name, "efa-direct");
     snprintf(n->provider, sizeof n->provider, "%s", i->fabric_attr->prov_name ? i->fabric_attr->prov_name : "");
     snprintf(n->domain, sizeof n->domain, "%s", i->domain_attr->name ? i->domain_attr->name : "");
     snprintf(n->fabric, sizeof n->fabric, "%s", i->fabric_attr->name ? i->fabric_attr->name : "");
@@ -193,6 +201,8 @@ static void ofi_close(ofi_nic *n) {
     if (n->ep) fi_close(&n->ep->fid);
     if (n->cq) fi_close(&n->cq->fid);
     if (n->av) fi_close(&n->av->fid);
+    if (n->internal[0]) fi_close(&n->internal[0]->fid);     /* before their domain, which would be busy */
+    if (n->internal[1]) fi_close(&n->internal[1]->fid);
     if (n->dom) fi_close(&n->dom->fid);
     if (n->fab) fi_close(&n->fab->fid);
     if (n->info) n->api->freeinfo(n->info);
@@ -236,6 +246,14 @@ static int ofi_reg(ofi_nic *n, uint64_t addr, uint64_t len, uint64_t key, int if
     *got = fi_mr_key(m);
     return 0;
 }
+/* The buffers of control messages; closed with the rest. */
+static int ofi_reg_internal(ofi_nic *n, int which, void *at, uint64_t len, void **desc) {
+    void *mr;
+    uint64_t key;
+    int rc = ofi_reg(n, (uintptr_t)at, len, 1 + which, 0, 0, -1, 0, &mr, desc, &key);
+    if (!rc) n->internal[which] = mr;
+    return rc;
+}
 static int ofi_dereg(void *mr) { return fi_close(&((struct fid_mr *)mr)->fid); }
 
 static int ofi_av_insert(ofi_nic *n, const void *addr, uint64_t *out) {
@@ -246,16 +264,21 @@ static int ofi_av_insert(ofi_nic *n, const void *addr, uint64_t *out) {
 }
 static void ofi_av_remove(ofi_nic *n, uint64_t a) { fi_addr_t x = a; fi_av_remove(n->av, &x, 1, 0); }
 
-static inline int ofi_write(ofi_nic *n, const void *src, uint64_t len, void *desc, uint64_t peer, uint64_t dst, uint64_t key, uint64_t data,
-                            int imm, int landed, int more, void *ctx) {
+static inline int ofi_write(ofi_nic *n, const void *src, uint64_t len, void *desc, uint64_t peer, uint64_t dst, uint64_t key,
+                            uint64_t data, int imm, int landed, void *ctx) {
     struct iovec v = { (void *)src, len };
     struct fi_rma_iov r = { dst, len, key };
-    struct fi_msg_rma m = { &v, &desc, 1, peer, &r, 1, ctx, data };    /* zero-length writes keep iov and a valid desc: portable */
-    return (int)fi_writemsg(n->ep, &m, FI_COMPLETION | (imm ? FI_REMOTE_CQ_DATA : 0) | (landed ? FI_DELIVERY_COMPLETE : 0) | (more ? FI_MORE : 0));
+    struct fi_msg_rma m = { &v, &desc, 1, peer, &r, 1, ctx, data };    /* zero-length: iov and a valid desc all the same */
+    uint64_t flags = FI_COMPLETION;
+    if (imm) flags |= FI_REMOTE_CQ_DATA;
+    if (n->delivery || (landed && !n->landed)) flags |= FI_DELIVERY_COMPLETE;
+    return (int)fi_writemsg(n->ep, &m, flags);
 }
 /* Small writes whose landing nobody asked for: copied at once, no completion of their own to be read. */
-static inline int ofi_inject(ofi_nic *n, const void *src, uint64_t len, uint64_t peer, uint64_t dst, uint64_t key, uint64_t data, int imm) {
-    return (int)(imm ? fi_inject_writedata(n->ep, src, len, data, peer, dst, key) : fi_inject_write(n->ep, src, len, peer, dst, key));
+static inline int ofi_inject(ofi_nic *n, const void *src, uint64_t len, uint64_t peer, uint64_t dst, uint64_t key,
+                             uint64_t data, int imm) {
+    return (int)(imm ? fi_inject_writedata(n->ep, src, len, data, peer, dst, key)
+                     : fi_inject_write(n->ep, src, len, peer, dst, key));
 }
 static inline int ofi_send(ofi_nic *n, const void *buf, uint64_t len, void *desc, uint64_t peer, void *ctx) {
     return (int)fi_send(n->ep, buf, len, desc, peer, ctx);
@@ -264,16 +287,23 @@ static inline int ofi_recv(ofi_nic *n, void *buf, uint64_t len, void *desc, void
     return (int)fi_recv(n->ep, buf, len, desc, FI_ADDR_UNSPEC, ctx);
 }
 
-/* Up to `most` completions. A remote write's event may have len 0 and no FI_RMA flag: FI_REMOTE_CQ_DATA is what counts. */
+static inline uint64_t ofi_what(uint64_t flags) {
+    return (flags & FI_REMOTE_CQ_DATA ? OFI_REMOTE_DATA : 0) | (flags & FI_RECV ? OFI_RECV : 0) |
+           (flags & FI_SEND ? OFI_SEND : 0) | (flags & FI_WRITE ? OFI_WRITE : 0);
+}
+
+/* Up to `most` completions; -1: the queue itself has failed. A remote write's event may have len 0 and no FI_RMA flag:
+   FI_REMOTE_CQ_DATA is what counts. */
 static inline int ofi_poll(ofi_nic *n, ofi_comp *out, int most) {
     struct fi_cq_data_entry e[16];
     fi_addr_t from[16];
-    int i, k = (int)(n->data8 ? fi_cq_read(n->cq, e, most > 16 ? 16 : most) : fi_cq_readfrom(n->cq, e, most > 16 ? 16 : most, from));
+    int i, k;
+    if (most > 16) most = 16;
+    k = (int)(n->data8 ? fi_cq_read(n->cq, e, most) : fi_cq_readfrom(n->cq, e, most, from));
     if (k > 0) {
         for (i = 0; i < k; i++) {
             out[i].ctx = e[i].op_context;
-            out[i].flags = (e[i].flags & FI_REMOTE_CQ_DATA ? OFI_REMOTE_DATA : 0) | (e[i].flags & FI_RECV ? OFI_RECV : 0) |
-                           (e[i].flags & FI_SEND ? OFI_SEND : 0) | (e[i].flags & FI_WRITE ? OFI_WRITE : 0);
+            out[i].flags = ofi_what(e[i].flags);
             out[i].data = e[i].data;
             out[i].len = e[i].len;
             out[i].src = n->data8 ? (uint64_t)-1 : from[i];
@@ -282,18 +312,20 @@ static inline int ofi_poll(ofi_nic *n, ofi_comp *out, int most) {
         return k;
     }
     if (k == -FI_EAVAIL) {
-        union { struct fi_cq_err_entry e; char room[sizeof(struct fi_cq_err_entry) + 64]; } x;   /* from 1.20 it is longer */
+        /* from 1.20 on the library writes more than 1.17's headers describe */
+        union { struct fi_cq_err_entry e; char room[sizeof(struct fi_cq_err_entry) + 64]; } x;
         memset(&x, 0, sizeof x);
         if (fi_cq_readerr(n->cq, &x.e, 0) == 1) {
             out[0].ctx = x.e.op_context;
-            out[0].flags = (x.e.flags & FI_RECV ? OFI_RECV : 0) | (x.e.flags & FI_SEND ? OFI_SEND : 0) | (x.e.flags & FI_WRITE ? OFI_WRITE : 0);
-            out[0].err = x.e.err;
+            out[0].flags = ofi_what(x.e.flags & ~FI_REMOTE_CQ_DATA);
+            out[0].err = x.e.err ? x.e.err : FI_EOTHER;
             out[0].prov = x.e.prov_errno;
             out[0].data = out[0].len = 0;
             return 1;
         }
+        return 0;
     }
-    return 0;
+    return k == 0 || k == -FI_EAGAIN || k == -FI_EINTR ? 0 : -1;
 }
 static inline int ofi_trywait(ofi_nic *n) {
     struct fid *f = &n->cq->fid;

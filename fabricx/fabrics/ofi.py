@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import logging
 import os
+import re
 import secrets
 import struct
 import sys
@@ -38,14 +39,21 @@ NATIVE_TCP = (1, 18)  # from here on provider "tcp" has native RDM endpoints; in
 _SLOT_BITS = 16
 _N_REGIONS = 1 << _SLOT_BITS
 _HELLO_FIRST, _HELLO_MOST = 0.05, 1.0  # seconds between hellos: first, and after back-off
-_DEPTH = 1024
+_DEPTH = 4096  # more than one peer can have outstanding, so that a stopped one leaves room for others
+_TELL_AGAIN = 0.2  # seconds after which importers that have not let go of a region are told again
+_AUTHENTICATOR = 256  # bytes that a hello may carry in the field kept for one
 
-#: EFA settings, by environment since the provider reads them when it starts
-_EFA_ENV = {
-    "FI_EFA_ENABLE_SHM_TRANSFER": "0",  # one way for all peers: shm would not be RDMA, and hangs after a kill -9
-    "FI_EFA_USE_DEVICE_RDMA": "1",  # writes by the NIC; below API 1.18 the provider would turn this off
-    "FI_EFA_FORK_SAFE": "0",  # children must not use the engine; fork-safe mode costs registrations
-}
+def _efa_environment() -> dict[str, str]:
+    """What the efa provider reads from the environment when it starts, where the user has not said otherwise. (Not here:
+    FI_EFA_USE_DEVICE_RDMA. The endpoint option says the same, and where a NIC cannot do it the variable aborts the process.)"""
+    # one way for all peers: shm would not be RDMA, and hangs after a kill -9
+    out = {"FI_EFA_ENABLE_SHM_TRANSFER": "0"}
+    # From Linux 5.13 on a fork leaves registered pages alone. Before, a process without this is aborted by its first
+    # subprocess; with it registrations cost more.
+    kernel = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    if kernel and (int(kernel[1]), int(kernel[2])) < (5, 13):
+        out["FI_EFA_FORK_SAFE"] = "1"
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,7 @@ def _open(path: str) -> Library:
         raise errors.FabricUnavailable("the ofi fabric needs cffi: pip install fabricx[ofi]") from None
     # Debian's library pulls in libinfinipath, which would take over SIGINT, SIGTERM and SIGSEGV
     os.environ.setdefault("IPATH_NO_BACKTRACE", "1")
-    for k, v in _EFA_ENV.items():
+    for k, v in _efa_environment().items():
         os.environ.setdefault(k, v)
     ffi = cffi.FFI()
     ffi.cdef("".join(f"void {s}(void);" for s in SYMBOLS))
@@ -207,21 +215,24 @@ class OfiDomain(Domain):
     def dereg(self, key: LocalKey, deadline: float) -> None:
         if key.rkey not in self.regions:
             return
-        with self.spec.lock():
-            waiting = self.state.gone(key.rkey)
-        self.spec.kick()
-        pause = 0.0001
-        while waiting:
-            time.sleep(pause)
-            pause = min(pause * 2, 0.005)
+        pause, again = 0.0001, 0.0
+        while True:
+            now = time.monotonic()
             with self.spec.lock():
-                waiting = self.state.waiting(key.rkey)
-            if waiting and time.monotonic() > deadline:
-                with self.spec.lock():
+                waiting = self.state.gone(key.rkey, now >= again > 0)
+                if waiting and now > deadline:
                     self.state.keep_region(key.rkey)
+            if not waiting:
+                break
+            if now > deadline:
                 raise errors.TransferTimeout(
                     f"{key.token.length} bytes at {key.token.addr:#x}: {waiting} peers have not let go; the memory must not be reused"
                 )
+            if now >= again:
+                again = now + _TELL_AGAIN
+            self.spec.kick()
+            time.sleep(pause)
+            pause = min(pause * 2, 0.005)
         mr, memory = self.regions.pop(key.rkey)
         with self.spec.lock():
             rc = self.state.drop_region(key.rkey, mr)
@@ -244,7 +255,7 @@ class OfiDomain(Domain):
             raise errors.ProviderError(28, f"{self.info.name} has no room for another peer")
         self.names[index] = str(who)
         mine = self.spec.address()
-        body = struct.pack("<H", len(self.addr)) + self.addr + struct.pack("<I", len(mine)) + mine
+        body = _join(self.addr, mine)
         wait, again = _HELLO_FIRST, 0.0
         while True:
             state, reason = self.state.state(index)
@@ -261,6 +272,8 @@ class OfiDomain(Domain):
                 raise errors.PeerLostError(f"{who} refused: {'this incarnation is over' if why == 'incarnation' else why}")
             now = time.monotonic()
             if now > deadline:
+                with self.spec.lock():
+                    self.state.give_up(index)
                 raise errors.TransferTimeout(f"{who} did not answer within the time-out")
             if now >= again:
                 with self.spec.lock():
@@ -272,8 +285,7 @@ class OfiDomain(Domain):
 
     def disconnect(self, peer: int) -> None:
         with self.spec.lock():
-            self.state.bye(peer)
-            self.state.lose(peer, False)
+            self.state.forget(peer)
         self.spec.kick()
 
     def import_mr(self, peer: int, rkey: int, base: int, length: int, deadline: float) -> RemoteKey:
@@ -297,13 +309,13 @@ class OfiDomain(Domain):
                 self.spec.kick()
                 time.sleep(0.0002)
                 answer = self.state.reply()
+            status, key, addr = answer
+            if status:
+                raise errors.from_status(status, what)
+            with self.spec.lock():
+                index = self.state.add_import(peer, rkey, key, addr, length)
         finally:
             self.asking.release()
-        status, key, addr = answer
-        if status:
-            raise errors.from_status(status, what)
-        with self.spec.lock():
-            index = self.state.add_import(peer, rkey, key, addr, length)
         if index is None:
             raise errors.ProviderError(28, f"{self.info.name} has imported as many regions as it can")
         return RemoteKey(0, index)
@@ -378,12 +390,19 @@ class OfiDomain(Domain):
             self.spec.kick()
 
 
+def _join(addr: bytes, netaddr: bytes) -> bytes:
+    """The body of a hello: the NIC's address, the group's, and a field kept for an authenticator. This layout is the same in
+    all versions, so that a refusal finds its way."""
+    return struct.pack("<H", len(addr)) + addr + struct.pack("<I", len(netaddr)) + netaddr + struct.pack("<H", 0)
+
+
 def _split(body: bytes) -> tuple[bytes, bytes]:
     (n,) = struct.unpack_from("<H", body)
     addr = body[2 : 2 + n]
     (m,) = struct.unpack_from("<I", body, 2 + n)
     netaddr = body[6 + n : 6 + n + m]
-    if len(addr) != n or len(netaddr) != m or len(body) != 6 + n + m:
+    (k,) = struct.unpack_from("<H", body, 6 + n + m)
+    if len(addr) != n or len(netaddr) != m or k > _AUTHENTICATOR or len(body) != 8 + n + m + k:
         raise errors.ProtocolError("a hello of the wrong length")
     return addr, netaddr
 

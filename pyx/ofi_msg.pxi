@@ -1,0 +1,144 @@
+# Messages of the application: a rendezvous, so that nobody sends what has no receive; part of ofi.pyx.
+
+cdef void forget_messages(dom_t* d, peer_t* p) noexcept nogil:
+    """The peer is gone: a receive that it was filling goes back to the head of the pool."""
+    if p.rx == RX_FILLING:
+        d.rfilling -= 1
+        d.rhead -= 1
+        d.recv[d.rhead % RECVS].buf = p.rx_buf
+        d.recv[d.rhead % RECVS].len = p.rx_room
+        d.recv[d.rhead % RECVS].ctx = p.rx_ctx
+    elif p.rx == RX_WAITS:
+        d.rwait -= 1
+    p.rx = RX_NONE
+    p.tx = TX_IDLE
+    p.rx_more = 0
+
+cdef void asked(dom_t* d, uint32_t i, uint64_t total) noexcept nogil:
+    """A peer has a message of so many bytes. It may ask for its next before the last fragment of this one is here, where
+    the provider keeps no order."""
+    cdef peer_t* p = &d.peer[i]
+    if p.rx == RX_FILLING:
+        p.rx_more, p.rx_next = 1, total
+    elif p.rx == RX_NONE:
+        p.rx = RX_WAITS
+        p.rx_total = total
+        d.rwait += 1
+        grant(d, i)
+
+cdef bint take_recv(dom_t* d, peer_t* p) noexcept nogil:
+    """The oldest posted receive that is long enough."""
+    cdef uint64_t i
+    cdef recv_t x
+    for i in range(d.rhead, d.rtail):
+        if d.recv[i % RECVS].len >= p.rx_total:
+            x = d.recv[i % RECVS]
+            while i > d.rhead:
+                d.recv[i % RECVS] = d.recv[(i - 1) % RECVS]
+                i -= 1
+            d.rhead += 1
+            p.rx_buf, p.rx_ctx, p.rx_room = x.buf, x.ctx, x.len
+            return True
+    return False
+
+cdef void grant(dom_t* d, uint32_t i) noexcept nogil:
+    cdef peer_t* p = &d.peer[i]
+    if p.rx != RX_WAITS or d.nsfree == 0 or p.slots >= PEER_SLOTS:
+        return
+    if d.longest and p.rx_total > d.longest:
+        p.rx = RX_NONE
+        d.rwait -= 1
+        tell(d, i, T_NAK, d.longest, 0, 0)
+    elif take_recv(d, p):
+        p.rx = RX_FILLING
+        p.rx_have = 0
+        d.rfilling += 1
+        d.rwait -= 1
+        tell(d, i, T_CTS, 0, 0, 0)
+
+cdef void grant_all(dom_t* d) noexcept nogil:
+    cdef uint32_t i
+    for i in range(d.npeers):
+        if d.rwait == 0:
+            return
+        if d.peer[i].rx == RX_WAITS:
+            grant(d, i)
+
+cdef void fragment(dom_t* d, uint32_t i, head_t* h) noexcept nogil:
+    """A part of a message, in any order; a message is there when all of its bytes are."""
+    cdef peer_t* p = &d.peer[i]
+    cdef comp_t* c
+    if p.rx != RX_FILLING or h.a > p.rx_total or h.len > p.rx_total - h.a:
+        return
+    memcpy(<uint8_t*>p.rx_buf + h.a, <uint8_t*>h + sizeof(head_t), h.len)
+    p.rx_have += h.len
+    if p.rx_have < p.rx_total:
+        return
+    p.rx = RX_NONE
+    d.rfilling -= 1
+    c = comp(d, C_RECV)
+    c.ctx = p.rx_ctx
+    c.len = p.rx_total
+    c.src = p.src
+    if p.rx_more:
+        p.rx_more = 0
+        asked(d, i, p.rx_next)
+
+cdef int ofi_post_send(void* dom, send_t* s) noexcept nogil:
+    """`at` 0: nothing was said; 1: asked; above: 1 + bytes out."""
+    cdef dom_t* d = <dom_t*>dom
+    cdef peer_t* p
+    cdef head_t* h
+    cdef uint32_t slot
+    cdef uint64_t n
+    if d.down or d.failed:
+        return -FE_NIC
+    if s.peer >= d.npeers or d.peer[s.peer].state != P_UP:
+        return -FE_PEER_LOST
+    p = &d.peer[s.peer]
+    if s.at == 0:
+        if p.tx != TX_IDLE or not tell(d, s.peer, T_RTS, s.len, 0, 0):
+            return POST_FULL
+        if p.state != P_UP:         # lost by that very message
+            return -FE_PEER_LOST
+        p.tx = TX_ASKED
+        s.at = 1
+        return POST_FULL
+    if p.tx == TX_TOO_LONG:
+        p.tx = TX_IDLE
+        s.at = 0
+        return -FE_TOO_LONG
+    if p.tx != TX_GRANTED:
+        return POST_FULL
+    while True:
+        h = message(d, s.peer, T_FRAG, &slot)
+        if h == NULL:
+            return POST_FULL if p.state == P_UP else -FE_PEER_LOST
+        n = min(<uint64_t>(SLOT - sizeof(head_t)), s.len - (s.at - 1))
+        h.a = s.at - 1
+        h.len = <uint32_t>n
+        memcpy(h + 1, <const uint8_t*>s.buf + (s.at - 1), n)
+        post_message(d, slot, s.peer)
+        s.at += n
+        if s.at - 1 >= s.len:
+            break
+    p.tx = TX_IDLE
+    return POST_DONE
+
+cdef int ofi_post_recv(void* dom, void* buf, uint64_t n, uint64_t lkey, uint64_t ctx) noexcept nogil:
+    cdef dom_t* d = <dom_t*>dom
+    cdef recv_t* r
+    if d.rtail - d.rhead + d.rfilling >= RECVS - 1:      # those being filled may have to come back
+        return POST_FULL
+    r = &d.recv[d.rtail % RECVS]
+    r.buf, r.len, r.ctx = buf, n, ctx
+    d.rtail += 1
+    if n > d.longest:
+        d.longest = n
+    if d.rwait:
+        grant_all(d)
+    return POST_QUEUED
+
+cdef uint64_t ofi_recv_len(void* dom, uint32_t peer) noexcept nogil:
+    cdef dom_t* d = <dom_t*>dom
+    return d.peer[peer].recv_len if peer < d.npeers else 0
