@@ -305,8 +305,9 @@ cdef inline void submit(group_t* g, req_t* r) noexcept nogil:
             return
     kick(g)
 
-cdef inline int drive(group_t* g, req_t* r, uint64_t end) noexcept nogil:
-    """With the lock: turn until r has ended (1), or about until `end` (0)."""
+cdef inline int drive(group_t* g, req_t* r, int64_t ns, uint64_t* end) noexcept nogil:
+    """With the lock: turn until r has ended (1), or for about `ns` (0). `end` is 0 until the clock has been read: a short
+    wait never reads it."""
     cdef uint32_t idle = 0, turn = 0
     cdef uint64_t now
     cdef int ended
@@ -332,11 +333,13 @@ cdef inline int drive(group_t* g, req_t* r, uint64_t end) noexcept nogil:
             if g.wheel.n:
                 timers(g)
             now = now_ns()
-            if now >= end:
+            if end[0] == 0:
+                end[0] = now + <uint64_t>ns
+            if now >= end[0]:
                 break
             fx_set_bell(g.bell, CALLER)
             if armed(g) and ld_acq32(&r.state) == PENDING:
-                sleep_on(g, CALLER, min(<int64_t>(end - now), <int64_t>NAP_NS))
+                sleep_on(g, CALLER, min(<int64_t>(end[0] - now), <int64_t>NAP_NS))
             st_rlx32(g.bell, 0)
             idle = 0
     caller_leaves(g)
@@ -349,13 +352,16 @@ cdef inline int wait_slice(group_t* g, req_t* r, int64_t ns) noexcept nogil:
     if ld_acq32(&r.state):
         return 1
     if g.caller:
-        end = now_ns() + <uint64_t>min(ns, <int64_t>50000000)
+        ns = min(ns, <int64_t>50000000)
+        end = 0
         i = 0
         while True:
             if trylock(g):
-                if drive(g, r, end):
+                if drive(g, r, ns, &end):
                     return 1
-                if now_ns() >= end:
+                if end == 0:
+                    end = now_ns() + <uint64_t>ns
+                elif now_ns() >= end:
                     return 0
                 while ld_rlx32(&g.want) and i < 1000:
                     sched_yield()
@@ -371,8 +377,11 @@ cdef inline int wait_slice(group_t* g, req_t* r, int64_t ns) noexcept nogil:
                     futex_wait(&r.state, PENDING, 100000)
             if ld_acq32(&r.state):
                 return 1
-            if i >= 100 and now_ns() >= end:
-                return 0
+            if i >= 100:
+                if end == 0:
+                    end = now_ns() + <uint64_t>ns
+                elif now_ns() >= end:
+                    return 0
     for i in range(g.spin):
         if ld_acq32(&r.state):
             return 1
