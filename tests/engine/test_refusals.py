@@ -86,7 +86,9 @@ def test_a_handle_of_another_engine_is_refused(pair: Pair) -> None:
 def test_source_and_target_may_not_overlap(pair: Pair) -> None:
     with pytest.raises(fx.OutOfRange, match="overlap"):
         pair.a.submit_single_write(100, None, (pair.handle, 0), (pair.back, 50))
-    pair.a.submit_single_write(50, None, (pair.handle, 0), (pair.back, 50)).wait()
+    landed = pair.a.expect_imm_count(1, 1)  # that a write is done does not mean, on every fabric, that it has landed
+    pair.a.submit_single_write(50, 1, (pair.handle, 0), (pair.back, 50)).wait()
+    landed.wait()
     assert (pair.src[50:100] == pair.src[:50]).all()
 
 

@@ -18,7 +18,8 @@ const char *stub_said(void) { return said; }
 static int hmem_allowed = 1;
 void stub_hmem(int on) { hmem_allowed = on; }
 
-static int close_any(struct fid *f) { (void)f; return 0; }
+/* What belongs to a domain must be closed before it: a real one answers EBUSY. */
+static int close_any(struct fid *f) { SAY("close %zu\n", f->fclass); return 0; }
 static int bind_any(struct fid *f, struct fid *b, uint64_t flags) { (void)f; (void)b; (void)flags; return 0; }
 static int control(struct fid *f, int command, void *arg) { (void)f; (void)arg; return command == FI_ENABLE ? 0 : -ENOSYS; }
 static struct fi_ops any = { .size = sizeof any, .close = close_any, .bind = bind_any, .control = control };
@@ -45,12 +46,15 @@ static int mr_regattr(struct fid *f, const struct fi_mr_attr *a, uint64_t flags,
 }
 static struct fi_ops_mr mr_ops = { .size = sizeof mr_ops, .reg = mr_reg, .regattr = mr_regattr };
 
-static ssize_t cq_none(struct fid_cq *q, void *b, size_t n) { (void)q; (void)b; (void)n; return -FI_EAGAIN; }
-static ssize_t cq_nonefrom(struct fid_cq *q, void *b, size_t n, fi_addr_t *a) { (void)q; (void)b; (void)n; (void)a; return -FI_EAGAIN; }
+static volatile int cq_answer = -FI_EAGAIN;
+void stub_cq(int answer) { cq_answer = answer; }
+static ssize_t cq_none(struct fid_cq *q, void *b, size_t n) { (void)q; (void)b; (void)n; return cq_answer; }
+static ssize_t cq_nonefrom(struct fid_cq *q, void *b, size_t n, fi_addr_t *a) { (void)q; (void)b; (void)n; (void)a; return cq_answer; }
 static struct fi_ops_cq cq_ops = { .size = sizeof cq_ops, .read = cq_none, .readfrom = cq_nonefrom };
 static struct fid_cq cq = { .fid = { .fclass = FI_CLASS_CQ, .ops = &any }, .ops = &cq_ops };
 static int cq_open(struct fid_domain *d, struct fi_cq_attr *a, struct fid_cq **out, void *c) {
     (void)d; (void)c;
+    SAY("env shm=%s rdma=%s\n", getenv("FI_EFA_ENABLE_SHM_TRANSFER"), getenv("FI_EFA_USE_DEVICE_RDMA") ? "set" : "unset");
     SAY("cq size=%zu wait=%d\n", a->size, a->wait_obj);
     if (a->wait_obj != FI_WAIT_NONE) return -ENOSYS;       /* as efa answers */
     *out = &cq;
@@ -79,7 +83,7 @@ static struct fi_ops_domain dom_ops = { .size = sizeof dom_ops, .av_open = av_op
 static struct fid_domain dom = { .fid = { .fclass = FI_CLASS_DOMAIN, .ops = &any }, .ops = &dom_ops, .mr = &mr_ops };
 static int domain(struct fid_fabric *f, struct fi_info *i, struct fid_domain **out, void *c) {
     (void)f; (void)c;
-    SAY("domain hmem=%d mr_mode=%x order=%llx api=%x\n", (i->caps & FI_HMEM) != 0, i->domain_attr->mr_mode, (unsigned long long)i->tx_attr->msg_order, i->fabric_attr->api_version);
+    SAY("domain source=%d hmem=%d mr_mode=%x order=%llx api=%x\n", (i->caps & FI_SOURCE) != 0, (i->caps & FI_HMEM) != 0, i->domain_attr->mr_mode, (unsigned long long)i->tx_attr->msg_order, i->fabric_attr->api_version);
     *out = &dom;
     return 0;
 }

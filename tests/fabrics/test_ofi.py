@@ -59,7 +59,8 @@ def peers() -> Iterator[list[Peer]]:
 def test_debians_library_passes_the_same_tests() -> None:
     """1.17, where native tcp is called net: in a process of its own, since two libraries would share symbols."""
     env = {**os.environ, "FABRICX_LIBFABRIC": DEBIAN, "FABRICX_TEST_FABRICS": "ofi"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/engine/test_transfers.py", "tests/engine/test_imm.py", "-k", "ofi-caller"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/fabrics/test_conformance.py",
+               "tests/engine/test_transfers.py", "tests/engine/test_imm.py", "-k", "ofi-caller or ofi-2nics"]  # fmt: skip
     p = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert p.returncode == 0, p.stdout[-3000:]
     assert " passed" in p.stdout and "skipped" not in p.stdout.splitlines()[-1]
@@ -326,11 +327,38 @@ def test_efa_is_taken_and_told_what_it_needs(stub: str) -> None:
     assert f"setopt {efa} size=8 value=7" in asked  # receivers not ready: retried until our deadline
     assert "order=0" in asked and "api=10012" in asked  # no order asked for; API 1.18
     assert "wait=0" in asked  # no wait object: polled
+    assert "source=1" in asked  # who wrote, since the immediate takes all of the CQ data
+    assert "env shm=0 rdma=unset" in asked  # the variable aborts the process where the NIC cannot do it
 
 
 def test_efa_direct_takes_immediates_without_receives(stub: str) -> None:
     _, asked = with_stub(stub, "with fx.TransferEngine('ofi'): pass", FABRICX_OFI_PROVIDER="efa-direct")
     assert f"setopt {-(0xEFA << 16) + 8} size=1 value=1" in asked and f"setopt {-(0xEFA << 16) + 4} " not in asked
+    assert f"setopt {-(0xEFA << 16)} size=8 value=7" in asked and "source=1" in asked
+
+
+def test_what_belongs_to_a_domain_is_closed_before_it(stub: str) -> None:
+    """The buffers of control messages and what the user left registered; a real domain would be busy, and leak."""
+    fabric, domain, mr = 1, 2, 12  # FI_CLASS_...
+    _, asked = with_stub(stub, "with fx.TransferEngine('ofi') as e: e.reg_mr(bytearray(64))")
+    opened = asked.count("reg 0x")
+    closed = [int(line.split()[1]) for line in asked.splitlines() if line.startswith("close ")]
+    assert opened >= 3 and closed.count(mr) == opened  # two of control messages, ours, and what the engine registers itself
+    assert closed[-2:] == [domain, fabric] and closed.count(domain) == closed.count(fabric) == 1
+
+
+def test_a_nic_that_fails_is_taken_out(stub: str) -> None:
+    code = (
+        "import time\n"
+        "with fx.TransferEngine('ofi', nics=2) as e:\n"
+        "    lib.stub_cq(-5)\n"
+        "    end = time.monotonic() + 5\n"
+        "    up = lambda: [n['up'] for n in e.stats()['groups'][0]['nics']]\n"
+        "    while any(up()) and time.monotonic() < end: time.sleep(0.01)\n"
+        "    print(up())\n"
+    )
+    out, _ = with_stub(stub, code)
+    assert out.strip() == "[False, False]"
 
 
 def test_device_memory_is_registered_by_its_interface(stub: str) -> None:
