@@ -101,6 +101,7 @@ cdef enum:
 cdef struct imp_t:              # an imported region
     uint64_t rkey, addr, len
     uint32_t mode, peer
+    uint64_t gen                # part of the key: a place used again must not serve an old write
 
 cdef struct region_t:           # a registered one, for bounced payload
     uint64_t addr, len

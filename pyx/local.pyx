@@ -63,6 +63,7 @@ cdef enum:
     COMPS = 8192
     PEERS = 1024
     IMPORTS = 65536
+    IMPORT_BITS = 16
     RECVS = 65536
     CHUNK = 262144
 
@@ -219,8 +220,8 @@ cdef int put(dom_t* d, write_t* w) noexcept nogil:
     cdef int rc
     if w.peer >= d.npeers or p.dead:
         return -FE_PEER_LOST
-    m = &d.imp[w.rkey]
-    if w.rkey >= IMPORTS or m.mode == M_NONE:
+    m = &d.imp[w.rkey & (IMPORTS - 1)]
+    if m.mode == M_NONE or m.gen != w.rkey >> IMPORT_BITS:
         return -FE_REMOTE_KEY
     if w.dst > m.len or w.len > m.len - w.dst:
         return -FE_REMOTE_RANGE
@@ -308,8 +309,8 @@ cdef int put_pages(dom_t* d, pages_t* g) noexcept nogil:
     cdef int rc
     if g.peer >= d.npeers or p.dead:
         return -FE_PEER_LOST
-    m = &d.imp[g.rkey]
-    if g.rkey >= IMPORTS or m.mode == M_NONE:
+    m = &d.imp[g.rkey & (IMPORTS - 1)]
+    if m.mode == M_NONE or m.gen != g.rkey >> IMPORT_BITS:
         return -FE_REMOTE_KEY
     if not room(p, 1):
         return POST_FULL
@@ -794,7 +795,7 @@ cdef int local_arm(void* dom) noexcept nogil:
 
 cdef uint64_t local_recv_len(void* dom, uint32_t peer) noexcept nogil:
     cdef dom_t* d = <dom_t*>dom
-    if peer >= d.npeers or not d.peer[peer].used:
+    if peer >= d.npeers or not d.peer[peer].used or d.peer[peer].dead:
         return 0
     return ld_acq64(&d.peer[peer].box.recv_len[d.peer[peer].nic])
 
@@ -1022,11 +1023,15 @@ cdef class LocalState:
             if self.d.imp[i].mode == M_NONE:
                 self.d.imp[i].rkey, self.d.imp[i].addr, self.d.imp[i].len, self.d.imp[i].peer = rkey, addr, length, peer
                 self.d.imp[i].mode = MODES[mode]
-                return i
+                return i | self.d.imp[i].gen << IMPORT_BITS
         return None
 
-    def drop_import(self, uint32_t i):
-        self.d.imp[i].mode = M_NONE
+    def drop_import(self, uint64_t key):
+        """Posts with this key are refused from now on, also those that Chaos holds."""
+        cdef imp_t* m = &self.d.imp[key & (IMPORTS - 1)]
+        if m.gen == key >> IMPORT_BITS:
+            m.mode = M_NONE
+            m.gen += 1
 
     def recovered(self, uint32_t peer, uint64_t[::1] ctxs):
         """After the NIC failed and its lane was closed: posts of each ctx that landed. Their places become free."""

@@ -173,7 +173,8 @@ class _Conn:
         self.domain: LocalDomain | None = None
         self.peer = -1  # out: index of the peer
         self.lane = -1  # in: its lane
-        self.imports: dict[int, list[int]] = {}  # out: rkey -> indices; in: rkeys given -> []
+        self.imports: dict[int, list[int]] = {}  # out: rkey -> import keys; in: rkeys given -> []
+        self.views: dict[int, list[mmap.mmap]] = {}  # out: mappings of regions, by rkey
         self.answers: list[tuple[Any, list[int]]] = []
         self.answered = threading.Condition()
         self.asking = threading.Lock()
@@ -445,7 +446,7 @@ class LocalDomain(Domain):
                 raise errors.UnregisteredRemote(
                     f"{conn.who}: its key stands for {region.length} bytes at {region.addr:#x}, not for {length} at {base:#x}"
                 )
-            addr, mode = self._reach(conn, region, fds, peer)
+            addr, mode = self._reach(conn, region, fds, rkey)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -456,7 +457,7 @@ class LocalDomain(Domain):
         conn.imports.setdefault(rkey, []).append(index)
         return RemoteKey(0, index, (conn, rkey))
 
-    def _reach(self, conn: _Conn, region: Region, fds: list[int], peer: int) -> tuple[int, str]:
+    def _reach(self, conn: _Conn, region: Region, fds: list[int], rkey: int) -> tuple[int, str]:
         """Where and how writes into the region go."""
         forced = self.group.spec.config.local_reach
         if forced == "bounce":
@@ -471,7 +472,7 @@ class LocalDomain(Domain):
             size = region.offset + region.length - start
             self._map(fds[0], region.offset + region.length, conn.who).close()
             view = mmap.mmap(fds[0], size, offset=start)
-            self.maps[peer].append(view)
+            conn.views.setdefault(rkey, []).append(view)
             return np.frombuffer(view, np.uint8).ctypes.data + region.offset - start, "map"
         if conn.vm:  # type: ignore[attr-defined]
             return region.addr, "vm"
@@ -482,9 +483,11 @@ class LocalDomain(Domain):
         conn, rkey = key.token
         with self.group.spec.lock():
             self.state.drop_import(key.key)
-        indices = conn.imports.get(rkey)
-        if indices and key.key in indices:
-            indices.remove(key.key)
+        keys = conn.imports.get(rkey)
+        if keys and key.key in keys:
+            keys.remove(key.key)
+            if not keys:
+                conn.views.pop(rkey, None)  # unmapped with its last reference
 
     # -- failures
 
@@ -667,6 +670,8 @@ class LocalFabric(Fabric):
                     d.state.drop_peer(conn.peer)
                 if d.conns.get(conn.peer) is conn:
                     del d.conns[conn.peer]
+                conn.views.clear()
+                d.maps.pop(conn.peer, None)  # its inbox: nobody looks at a dead peer's
             for k, c in list(d.by_addr.items()):
                 if c is conn:
                     del d.by_addr[k]
@@ -749,8 +754,11 @@ class LocalFabric(Fabric):
 
     def _answer(self, conn: _Conn, m: Any, fds: list[int]) -> None:
         if isinstance(m, Gone):
-            for i in conn.imports.pop(m.rkey, ()):
-                pass  # the slot in the target's table says so already; the mapping goes with the peer
+            assert conn.domain is not None
+            with conn.domain.group.spec.lock():
+                for key in conn.imports.pop(m.rkey, ()):
+                    conn.domain.state.drop_import(key)
+            conn.views.pop(m.rkey, None)
             return
         if isinstance(m, Bye):
             self._died(conn)

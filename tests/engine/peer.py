@@ -101,6 +101,7 @@ def main() -> None:
         return targets.setdefault(r["desc"], fx.MrDesc.from_bytes(base64.b64decode(r["desc"])))
 
     targets: dict[str, fx.MrDesc] = {}
+    extra: list[tuple[fx.MrHandle, fx.MrDesc]] = []
 
     def do(r: dict[str, Any]) -> Any:
         what = r["do"]
@@ -135,6 +136,11 @@ def main() -> None:
             engine.submit_send(fx.NetAddr.from_bytes(base64.b64decode(r["address"])), r["text"].encode() * r.get("times", 1)).wait()
         elif what == "dereg":
             engine.dereg_mr(handle, timeout=r.get("timeout"))
+        elif what == "register":
+            extra.append(engine.reg_mr(engine.alloc(r["n"])))
+            return base64.b64encode(extra[-1][1].to_bytes()).decode()
+        elif what == "forget":
+            engine.dereg_mr(extra.pop()[0])
         elif what == "close":
             engine.close()
         elif what == "stats":

@@ -216,3 +216,29 @@ def test_memlock_is_of_no_concern_to_the_local_fabric() -> None:
     p = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert p.returncode == 0, p.stderr
     assert resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != 0
+
+
+def test_regions_that_are_taken_back_are_unmapped_by_their_writers(pairs: Callable[..., Pair]) -> None:
+    def maps() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:fabricx ")
+
+    p = Peer()
+    e = fx.TransferEngine("local", config=QUICK)
+    try:
+        h, _ = e.reg_mr(bytearray(64))
+        import base64
+
+        first = fx.MrDesc.from_bytes(base64.b64decode(p.desc))
+        e.submit_single_write(8, None, (h, 0), (first, 0)).wait()
+        before = maps()
+        for _ in range(10):
+            d = fx.MrDesc.from_bytes(base64.b64decode(p.call(do="register", n=1 << 20)))
+            e.submit_single_write(8, None, (h, 0), (d, 0)).wait()
+            p.call(do="forget")
+            with pytest.raises(fx.UnregisteredRemote):
+                e.submit_single_write(8, None, (h, 0), (d, 0)).wait()
+        until(lambda: maps() <= before)
+        e.submit_single_write(8, None, (h, 0), (first, 0)).wait()
+    finally:
+        e.close()
+        p.kill()
