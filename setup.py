@@ -21,6 +21,7 @@ EXTENSIONS = {
     "fabricx._null": ("pyx/null.pyx", [], ""),
     "fabricx._local": ("pyx/local.pyx", [], ""),
     "fabricx._ref": ("pyx/ref.pyx", [], ""),
+    "fabricx._drive": ("pyx/drive.pyx", [], ""),
     "fabricx._ofi": ("pyx/ofi.pyx", ["rdma/fabric.h"], "libfabric-dev"),
 }
 
