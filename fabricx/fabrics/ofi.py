@@ -43,6 +43,7 @@ _DEPTH = 4096  # more than one peer can have outstanding, so that a stopped one 
 _TELL_AGAIN = 0.2  # seconds after which importers that have not let go of a region are told again
 _AUTHENTICATOR = 256  # bytes that a hello may carry in the field kept for one
 
+
 def _efa_environment() -> dict[str, str]:
     """What the efa provider reads from the environment when it starts, where the user has not said otherwise. (Not here:
     FI_EFA_USE_DEVICE_RDMA. The endpoint option says the same, and where a NIC cannot do it the variable aborts the process.)"""
@@ -113,7 +114,9 @@ def library(config: Config) -> Library:
                     tried.append(f"{path} ({e})")
                     continue
             if lib.version < OLDEST:
-                tried.append(f"{path} (version {lib.version[0]}.{lib.version[1]}; {OLDEST[0]}.{OLDEST[1]} or newer is needed)")
+                tried.append(
+                    f"{path} (version {lib.version[0]}.{lib.version[1]}; {OLDEST[0]}.{OLDEST[1]} or newer is needed)"
+                )
             elif lib.version < NATIVE_TCP and not config.ofi_library:
                 old = old or lib
             else:
@@ -141,12 +144,23 @@ def choose_provider(lib: Library, config: Config) -> tuple[str, str]:
 class OfiDomain(Domain):
     """One libfabric domain with its endpoint."""
 
-    def __init__(self, fabric: OfiFabric, spec: GroupSpec, lib: Library, provider: str, node: str, domain: str, index: int) -> None:
+    def __init__(
+        self, fabric: OfiFabric, spec: GroupSpec, lib: Library, provider: str, node: str, domain: str, index: int
+    ) -> None:
         self.fabric, self.spec, self.lib, self.index = fabric, spec, lib, index
         skip = index if not domain else 0
         try:
             try:
-                self.state = _ofi.OfiState(lib.api, provider, node, domain, skip, spec.incarnation, fabric.hello_fd, spec.device.startswith("cuda"))
+                self.state = _ofi.OfiState(
+                    lib.api,
+                    provider,
+                    node,
+                    domain,
+                    skip,
+                    spec.incarnation,
+                    fabric.hello_fd,
+                    spec.device.startswith("cuda"),
+                )
             except OSError:
                 if not spec.device.startswith("cuda"):
                     raise
@@ -185,7 +199,8 @@ class OfiDomain(Domain):
         if memory.device != "cpu":
             if not self.info.caps & CAP_DEVICE:
                 raise errors.RegistrationError(
-                    95, f"{memory.length} bytes at {memory.addr:#x} on {memory.device}: provider {self.provider} reaches host memory only"
+                    95,
+                    f"{memory.length} bytes at {memory.addr:#x} on {memory.device}: provider {self.provider} reaches host memory only",
                 )
             device = int(memory.device.partition(":")[2] or 0)
         with self.slots:
@@ -203,7 +218,15 @@ class OfiDomain(Domain):
             with self.spec.lock():
                 dmabuf = memory.dmabuf_fd if self.lib.version >= DMABUF else -1
                 mr, desc = self.state.add_region(
-                    slot, rkey, memory.addr, memory.length, key, 1 if device >= 0 else 0, max(0, device), dmabuf, memory.dmabuf_offset
+                    slot,
+                    rkey,
+                    memory.addr,
+                    memory.length,
+                    key,
+                    1 if device >= 0 else 0,
+                    max(0, device),
+                    dmabuf,
+                    memory.dmabuf_offset,
                 )
         except OSError as e:
             with self.slots:
@@ -237,7 +260,9 @@ class OfiDomain(Domain):
         with self.spec.lock():
             rc = self.state.drop_region(key.rkey, mr)
         if rc:
-            raise errors.RegistrationError(-rc, f"{self.info.name}: {memory.length} bytes at {memory.addr:#x}: {self.lib.api.strerror(rc)}")
+            raise errors.RegistrationError(
+                -rc, f"{self.info.name}: {memory.length} bytes at {memory.addr:#x}: {self.lib.api.strerror(rc)}"
+            )
         with self.slots:
             self.free_slots.append(key.rkey & (_N_REGIONS - 1))
 
@@ -269,7 +294,9 @@ class OfiDomain(Domain):
                 why = _ofi.REFUSALS.get(reason, "?")
                 if why == "version":
                     raise errors.ProtocolError(f"{who} speaks another version of the ofi fabric")
-                raise errors.PeerLostError(f"{who} refused: {'this incarnation is over' if why == 'incarnation' else why}")
+                raise errors.PeerLostError(
+                    f"{who} refused: {'this incarnation is over' if why == 'incarnation' else why}"
+                )
             now = time.monotonic()
             if now > deadline:
                 with self.spec.lock():
@@ -507,5 +534,3 @@ class OfiFabric(Fabric):
         if threading.current_thread() is not self.thread:
             self.thread.join(10)
         os.close(self.hello_fd)
-
-

@@ -65,11 +65,15 @@ def test_debians_library_passes_the_same_tests() -> None:
     assert p.returncode == 0, p.stdout[-3000:]
     assert " passed" in p.stdout and "skipped" not in p.stdout.splitlines()[-1]
     say = "from fabricx.fabrics.ofi import OfiFabric; print(OfiFabric.available()[1])"
-    q = subprocess.run([sys.executable, "-c", say], env={**env, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
+    q = subprocess.run(
+        [sys.executable, "-c", say], env={**env, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
+    )
     assert "1.17" in q.stdout and "provider net" in q.stdout
 
 
-def test_the_search_has_an_order_and_a_setting_is_the_only_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_search_has_an_order_and_a_setting_is_the_only_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from fabricx.fabrics import ofi
 
     assert ofi.places(fx.Config(ofi_library="/x/y.so")) == ["/x/y.so"]
@@ -318,7 +322,9 @@ DEVICE = (
 
 
 def test_efa_is_taken_and_told_what_it_needs(stub: str) -> None:
-    out, asked = with_stub(stub, "with fx.TransferEngine('ofi') as e: print(e.groups[0].domains[0].info, e.groups[0].lands)")
+    out, asked = with_stub(
+        stub, "with fx.TransferEngine('ofi') as e: print(e.groups[0].domains[0].info, e.groups[0].lands)"
+    )
     assert "rdmap0s0-rdm" in out and out.strip().endswith("True")
     efa = -(0xEFA << 16)
     assert "setopt 11 size=1 value=0" in asked  # no shared memory inside efa
@@ -343,7 +349,9 @@ def test_what_belongs_to_a_domain_is_closed_before_it(stub: str) -> None:
     _, asked = with_stub(stub, "with fx.TransferEngine('ofi') as e: e.reg_mr(bytearray(64))")
     opened = asked.count("reg 0x")
     closed = [int(line.split()[1]) for line in asked.splitlines() if line.startswith("close ")]
-    assert opened >= 3 and closed.count(mr) == opened  # two of control messages, ours, and what the engine registers itself
+    assert (
+        opened >= 3 and closed.count(mr) == opened
+    )  # two of control messages, ours, and what the engine registers itself
     assert closed[-2:] == [domain, fabric] and closed.count(domain) == closed.count(fabric) == 1
 
 
@@ -362,7 +370,10 @@ def test_a_nic_that_fails_is_taken_out(stub: str) -> None:
 
 
 def test_device_memory_is_registered_by_its_interface(stub: str) -> None:
-    code = DEVICE + "with fx.TransferEngine('ofi', devices=('cuda:3',)) as e:\n    h, d = e.reg_mr(Gpu(), device='cuda:3'); print(d.device, h.memory.device)\n"
+    code = (
+        DEVICE
+        + "with fx.TransferEngine('ofi', devices=('cuda:3',)) as e:\n    h, d = e.reg_mr(Gpu(), device='cuda:3'); print(d.device, h.memory.device)\n"
+    )
     out, asked = with_stub(stub, code)
     assert "hmem=1" in asked and "regattr 0x7f0000000000 4096 iface=1 device=0" in asked and "cuda:0" in out
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(bool(ofi_reason()), reason=ofi_reason() or "-")
 FAST = fx.Config(timeout=20.0, connect_timeout=5.0)
 HEAD = struct.Struct("<IHHQQIIQQQII")  # of a control message: pyx/ofi.pyx, head_t
 MAGIC, VERSION = 0x66784F46, 1
-HELLO, WELCOME, REFUSED, IMPORT, IMPORTED, GONE, GONE_ACK, RTS, BYE = 1, 2, 3, 4, 5, 6, 7, 8, 12
+HELLO, WELCOME, REFUSED, IMPORT, IMPORTED, GONE, GONE_ACK, RTS, CTS, BYE = 1, 2, 3, 4, 5, 6, 7, 8, 9, 12
 KEY, RANGE = 2, 3  # FE_REMOTE_KEY, FE_REMOTE_RANGE
 
 
@@ -75,7 +75,8 @@ class Speaker:
         self.incarnation = secrets.randbits(64)
         self.said: Queue[str] = Queue()
         self.got: Queue[Message] = Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
         word, _, address = self.said.get(timeout=10).partition(" ")
         assert word == "ready"
         self.address = bytes.fromhex(address)
@@ -83,6 +84,8 @@ class Speaker:
     def _read(self) -> None:
         for line in self.process.stdout:  # type: ignore[union-attr]
             word, _, rest = line.strip().partition(" ")
+            if not line.endswith("\n"):
+                return  # killed in the middle of a line
             if word == "got":
                 self.got.put(Message.from_bytes(bytes.fromhex(rest)))
             else:
@@ -114,12 +117,19 @@ class Speaker:
 
     def hello(self, target: int, **k: object) -> Message:
         them = self.name().to_bytes()
-        body = struct.pack("<H", len(self.address)) + self.address + struct.pack("<I", len(them)) + them + struct.pack("<H", 0)
+        body = (
+            struct.pack("<H", len(self.address))
+            + self.address
+            + struct.pack("<I", len(them))
+            + them
+            + struct.pack("<H", 0)
+        )
         return Message(HELLO, self.incarnation, target, sender=7, body=body, **k)  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.process.kill()
         self.process.wait(10)
+        self.reader.join(10)
         for f in (self.process.stdin, self.process.stdout):
             f.close()  # type: ignore[union-attr]
 
@@ -170,10 +180,10 @@ def counts(e: fx.TransferEngine) -> dict[str, int]:
         return d.state.counts()  # type: ignore[no-any-return]
 
 
-def stop(p: Peer) -> None:
+def stop(p: Peer | Speaker) -> None:
     """Stops a process; when this returns, none of its threads runs any more."""
-    os.kill(p.pid, signal.SIGSTOP)
-    tasks = list(Path(f"/proc/{p.pid}/task").iterdir())
+    os.kill(p.process.pid, signal.SIGSTOP)
+    tasks = list(Path(f"/proc/{p.process.pid}/task").iterdir())
     until(lambda: all((t / "stat").read_text().rpartition(")")[2].split()[0] == "T" for t in tasks))
 
 
@@ -215,7 +225,14 @@ def test_garbage_is_dropped_and_counted(engine: fx.TransferEngine, speaker: Spea
         speaker.say(nic, raw)
     until(lambda: counts(engine)["garbage"] == len(bad))
     broken = speaker.hello(here.incarnation)
-    for body in (b"", b"\xff\xff", broken.body[:-1], broken.body + b"x", os.urandom(200), broken.body.replace(b"fxNA", b"fxNB")):
+    for body in (
+        b"",
+        b"\xff\xff",
+        broken.body[:-1],
+        broken.body + b"x",
+        os.urandom(200),
+        broken.body.replace(b"fxNA", b"fxNB"),
+    ):
         speaker.say(nic, dataclasses.replace(broken, body=body))
     speaker.say(nic, dataclasses.replace(broken, session=speaker.incarnation ^ 1))  # not that of its NetAddr
     assert speaker.hears_nothing(0.3)
@@ -255,7 +272,9 @@ def test_a_hello_may_carry_an_authenticator(engine: fx.TransferEngine, speaker: 
     assert speaker.hears_nothing(0.3)
 
 
-def connect_to(engine: fx.TransferEngine, speaker: Speaker, answer: Message | None, timeout: float = 5.0) -> BaseException | None:
+def connect_to(
+    engine: fx.TransferEngine, speaker: Speaker, answer: Message | None, timeout: float = 5.0
+) -> BaseException | None:
     """Connects to the speaker, which answers the first hello; what was raised."""
     box: list[BaseException | None] = []
 
@@ -308,7 +327,9 @@ def test_imports_are_checked_at_the_owner(engine: fx.TransferEngine, speaker: Sp
     to = speaker.hear(WELCOME).sender
 
     def ask(rkey: int, base: int, length: bytes) -> Message:
-        speaker.say(nic, Message(IMPORT, speaker.incarnation, here.incarnation, to, 7, a=1, b=rkey, c=base, body=length))
+        speaker.say(
+            nic, Message(IMPORT, speaker.incarnation, here.incarnation, to, 7, a=1, b=rkey, c=base, body=length)
+        )
         return speaker.hear(IMPORTED)
 
     size = struct.pack("<Q", mine.length)
@@ -393,7 +414,7 @@ def test_addresses_that_take_nothing_hold_up_nobody_else(engine: fx.TransferEngi
         nic = here.nics[0][:2] + port + here.nics[0][4:]
         nowhere = fx.NetAddr("ofi", 1000 + k, "cpu:0", "nowhere", 1, (nic,))
         try:
-            engine.connect(nowhere, timeout=4.0)
+            engine.connect(nowhere, timeout=5.0)
         except fx.FabricxError as e:
             ends.append(e)
 
@@ -403,8 +424,10 @@ def test_addresses_that_take_nothing_hold_up_nobody_else(engine: fx.TransferEngi
             t.start()
         until(lambda: counts(engine)["queued"] == len(holes))
         still_serves(engine, peers)
+        fresh = Peer("ofi")  # the first hello to it finds no connection either, and waits in the same queue
+        peers.append(fresh)
         h, _ = engine.reg_mr(bytearray(b"x" * 64))
-        engine.submit_single_write(64, 1, (h, 0), (desc(peers[0]), 0)).wait(3)
+        engine.submit_single_write(64, 1, (h, 0), (desc(fresh), 0)).wait(3)
         assert not ends, "the others should still be waiting: this test shows nothing otherwise"
         for t in threads:
             t.join(10)
@@ -492,6 +515,31 @@ def test_messages_to_a_stopped_peer_wait_and_keep_their_order(engine: fx.Transfe
         t.wait(20)
     until(lambda: len(p.call(do="messages")) == 8)
     assert [m[:4] for m in p.call(do="messages")] == [f"{k:04}" for k in range(8)]
+
+
+def test_a_message_that_is_stuck_half_way_leaves_room_for_others(
+    engine: fx.TransferEngine, speaker: Speaker, peers: list[Peer]
+) -> None:
+    """The speaker grants a message that is longer than what sockets hold, and stops: fragments have a share of the slots."""
+    here = engine.address
+    yes = Message(WELCOME, speaker.incarnation, here.incarnation, sender=3, a=5)
+    assert connect_to(engine, speaker, yes) is None
+    stuck = engine.submit_send(speaker.name(), bytes(24 << 20), timeout=2.0)
+    ask = speaker.hear(RTS)
+    assert ask.a == 24 << 20
+    speaker.say(here.nics[0], Message(CTS, speaker.incarnation, here.incarnation, to=ask.sender, sender=3))
+    stop(speaker)
+    until(lambda: counts(engine)["slots"] >= 16)
+    other = Peer("ofi")
+    peers.append(other)
+    other.call(do="recvs", n=4_000_000, count=1)
+    engine.submit_send(desc(other).owner, b"to the other" * 250_000).wait(5)
+    until(lambda: len(other.call(do="messages")) == 1)
+    assert counts(engine)["slots"] <= 32
+    with pytest.raises(fx.TransferTimeout):
+        stuck.wait()
+    os.kill(speaker.process.pid, signal.SIGCONT)
+    stuck.quiesced().wait(10)  # the rest follows, whatever became of the request
 
 
 def test_nothing_is_left_in_shared_memory(engine: fx.TransferEngine) -> None:
