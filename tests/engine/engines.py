@@ -11,7 +11,7 @@ import pytest
 
 import fabricx as fx
 
-QUICK = fx.Config(timeout=10.0, connect_timeout=5.0)
+QUICK = fx.Config.from_env(timeout=10.0, connect_timeout=5.0)
 
 
 def until(what: Callable[[], object], seconds: float = 5.0) -> None:

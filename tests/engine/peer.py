@@ -83,7 +83,7 @@ def main() -> None:
 
     start = json.loads(sys.argv[1])
     options = start["options"]
-    config = fx.Config(**{"timeout": 20.0, "connect_timeout": 5.0, **options.pop("config", {})})
+    config = fx.Config.from_env(**{"timeout": 20.0, "connect_timeout": 5.0, **options.pop("config", {})})
     if "chaos" in options:
         options["chaos"] = fx.Chaos(**options["chaos"])
     engine = fx.TransferEngine(start["fabric"], config=config, **options)

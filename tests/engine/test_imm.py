@@ -95,7 +95,7 @@ def test_numbers_outside_the_range_are_refused_with_the_range_named(pair: Pair) 
 
 
 def test_early_arrivals_are_bounded_a_peer(pairs) -> None:  # type: ignore[no-untyped-def]
-    p = pairs(config=fx.Config(timeout=10, max_early=100))
+    p = pairs(config=fx.Config.from_env(timeout=10, max_early=100))
     errors: list[BaseException] = []
     p.b.on_error = errors.append
     expected = [p.b.expect_imm_count(i, 1) for i in range(1000, 1010)]

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEBIAN = (glob.glob("/usr/lib/*/libfabric.so.1") + [""])[0]
 
 pytestmark = pytest.mark.skipif(bool(ofi_reason()), reason=ofi_reason() or "-")
-FAST = fx.Config(timeout=8.0, connect_timeout=5.0)
+FAST = fx.Config.from_env(timeout=8.0, connect_timeout=5.0)
 
 
 def b64(x: fx.NetAddr | fx.MrDesc) -> str:
@@ -64,11 +64,13 @@ def test_debians_library_passes_the_same_tests() -> None:
     p = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert p.returncode == 0, p.stdout[-3000:]
     assert " passed" in p.stdout and "skipped" not in p.stdout.splitlines()[-1]
-    say = "from fabricx.fabrics.ofi import OfiFabric; print(OfiFabric.available()[1])"
+    # that they did use it: what an engine of theirs opens
+    say = "import fabricx as fx, engines\nwith fx.TransferEngine('ofi', config=engines.QUICK) as e: print(e.groups[0].domains[0].info)"
+    where = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "engine")))
     q = subprocess.run(
-        [sys.executable, "-c", say], env={**env, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", say], env={**env, "PYTHONPATH": where}, capture_output=True, text=True, timeout=60
     )
-    assert "1.17" in q.stdout and "provider net" in q.stdout
+    assert f"libfabric 1.17 net ({DEBIAN})" in q.stdout, q.stdout + q.stderr
 
 
 def test_the_search_has_an_order_and_a_setting_is_the_only_place(
@@ -216,7 +218,7 @@ def test_sixteen_threads_connect_once(engine: fx.TransferEngine, peers: list[Pee
 
 
 def test_ipv6_loopback() -> None:
-    c = fx.Config(timeout=5, connect_timeout=5, ofi_address="[::1]")
+    c = fx.Config.from_env(timeout=5, connect_timeout=5, ofi_address="[::1]")
     try:
         a = fx.TransferEngine("ofi", config=c)
     except fx.FabricUnavailable as e:

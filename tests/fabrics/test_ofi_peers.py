@@ -26,7 +26,7 @@ from peer import Peer
 import fabricx as fx
 
 pytestmark = pytest.mark.skipif(bool(ofi_reason()), reason=ofi_reason() or "-")
-FAST = fx.Config(timeout=20.0, connect_timeout=5.0)
+FAST = fx.Config.from_env(timeout=20.0, connect_timeout=5.0)
 HEAD = struct.Struct("<IHHQQIIQQQII")  # of a control message: pyx/ofi.pyx, head_t
 MAGIC, VERSION = 0x66784F46, 1
 HELLO, WELCOME, REFUSED, IMPORT, IMPORTED, GONE, GONE_ACK, RTS, CTS, BYE = 1, 2, 3, 4, 5, 6, 7, 8, 9, 12
