@@ -186,9 +186,10 @@ class UvmWatcher:
             self.word: np.ndarray | None = self._buffer.array[:8].view(np.uint64)
             self.addr = self._buffer.addr
         elif isinstance(word, int):
-            self.word, self.addr = None, word
+            self.word, self.addr = None, as_memory(word, 8).addr
         else:
-            self.word, self.addr = word, as_memory(word).addr
+            mem = as_memory(word, 8)
+            self.word, self.addr = word, mem.addr
         native = cb if isinstance(cb, _worker.NativeCallback) else None
         if native is None and not callable(cb):
             raise TypeError(f"cb must be callable or a NativeCallback, not {type(cb).__name__}")
@@ -267,6 +268,8 @@ class TransferEngine(_worker.EngineBase):
             raise errors.OutOfRange(f'progress is {progress!r}; it must be "thread" or "caller"')
         if polling not in (None, "busy", "adaptive"):
             raise errors.OutOfRange(f'polling is {polling!r}; it must be "busy" or "adaptive"')
+        devices = (devices,) if isinstance(devices, str) else tuple(devices)
+        nics = (nics,) if isinstance(nics, str) else nics
         if not devices:
             raise errors.OutOfRange("devices is empty")
         if len(set(devices)) != len(devices):
@@ -533,6 +536,9 @@ class TransferEngine(_worker.EngineBase):
         peer that is in the middle of writing, did not end in time; the memory must not be reused (it stays registered).
         """
         end = time.monotonic() + (self.config.timeout if timeout is None else timeout)
+        self._groups_open[0].guard_fork()
+        if not isinstance(handle, _worker.MrHandle):
+            raise TypeError(f"the handle must be an MrHandle, as reg_mr returns it, not {type(handle).__name__}")
         with self._lock:
             if self._handles.get(id(handle)) is not handle:
                 raise errors.UnregisteredLocal(f"{handle!r} is not registered with this engine (any more)")
@@ -571,9 +577,11 @@ class TransferEngine(_worker.EngineBase):
         if peer.paths:
             return peer
         deadline = time.monotonic() + (self.config.connect_timeout if timeout is None else timeout)
-        if not peer.lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise errors.TransferTimeout(f"another thread is still connecting to {addr}")
+        mine = False
         try:
+            mine = peer.lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
+            if not mine:
+                raise errors.TransferTimeout(f"another thread is still connecting to {addr}")
             if not peer.paths:
                 self._connect(peer, addr, group, deadline)
         except BaseException:
@@ -582,7 +590,8 @@ class TransferEngine(_worker.EngineBase):
                     del self._peers[key]
             raise
         finally:
-            peer.lock.release()
+            if mine:
+                peer.lock.release()
         return peer
 
     def _connect(self, peer: _Peer, addr: NetAddr, group: _worker.Group, deadline: float) -> None:
@@ -793,6 +802,8 @@ class TransferEngine(_worker.EngineBase):
 
     def imm_count(self, imm: int, *, device: str | None = None) -> int:
         """Writes with `imm` that have landed and that no expectation has consumed."""
+        if not 0 <= imm < 1 << 20:
+            raise errors.OutOfRange(f"imm is {imm}; it must be within 0 .. {(1 << 20) - 1}")
         return self._group(device).imm_count(imm)
 
     def alloc_uvm_watcher(self, cb: Any, *, word: Any = None) -> UvmWatcher:
@@ -824,6 +835,8 @@ class TransferEngine(_worker.EngineBase):
     def _watch_peers(self, transfer: _worker.Transfer, peers: Iterable[NetAddr]) -> None:
         with self._lock:
             for addr in peers:
+                if self._sources.numbers.get(addr.to_bytes(), _NO_ID) in self._sources.lost:
+                    raise errors.PeerLostError(f"{addr} is lost already")
                 for group in self._groups_open:
                     peer = self._peers.get((group.index, addr))
                     if peer is not None and peer.ref.lost:
@@ -840,7 +853,7 @@ class TransferEngine(_worker.EngineBase):
         if self.on_error is not None:
             try:
                 self.on_error(error)
-            except Exception:
+            except BaseException:  # the callback thread goes on, whatever it was
                 log.exception("on_error raised")
 
     def _event(self, kind: int, nic: int, peer: int, source: int, group: int) -> None:

@@ -225,12 +225,17 @@ cdef class Group:
             raise errors.EngineClosed("this process is a forked child of the one that opened the engine; open an engine of its own")
         return 0
 
+    def guard_fork(self):
+        """EngineClosed in a forked child."""
+        self.guard()
+
     def forked(self):
         return self.forks != fx_forks
 
     # -- what fabrics and the engine ask of it
 
     def lock(self):
+        self.guard()                    # whoever held it at the fork is not here to give it back
         cdef _Lock x = _Lock.__new__(_Lock)
         x.group = self
         return x
@@ -332,6 +337,7 @@ cdef class Group:
     cdef Transfer follow(self, Transfer leader, uint32_t kind):
         cdef Transfer t = self.transfer(OP_FOLLOW)
         cdef group_t* g = self.g
+        self.guard()
         t.src = leader
         t.r.imm = kind
         t.r.extra = X_SENT

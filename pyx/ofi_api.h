@@ -16,6 +16,7 @@
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
 
+/* Every call below answers ESHUTDOWN once the endpoint is closed: another thread may be on its way in when an engine closes. */
 enum { OFI_REMOTE_DATA = 1, OFI_RECV = 2, OFI_SEND = 4, OFI_WRITE = 8 };
 
 typedef struct {
@@ -216,6 +217,7 @@ struct ofi_mr_dmabuf { int fd; uint64_t offset; size_t len; void *base_addr; };
 
 static int ofi_reg(ofi_nic *n, uint64_t addr, uint64_t len, uint64_t key, int iface, int device, int dmabuf_fd, uint64_t dmabuf_off,
                    void **mr, void **desc, uint64_t *got) {
+    if (!n->dom) return -ESHUTDOWN;
     struct fid_mr *m = NULL;
     uint64_t access = FI_WRITE | FI_REMOTE_WRITE | FI_SEND | FI_RECV;
     struct iovec v = { (void *)(uintptr_t)addr, len };
@@ -257,6 +259,7 @@ static int ofi_reg_internal(ofi_nic *n, int which, void *at, uint64_t len, void 
 static int ofi_dereg(void *mr) { return fi_close(&((struct fid_mr *)mr)->fid); }
 
 static int ofi_av_insert(ofi_nic *n, const void *addr, uint64_t *out) {
+    if (!n->av) return -ESHUTDOWN;
     fi_addr_t a = FI_ADDR_UNSPEC;
     int rc = fi_av_insert(n->av, addr, 1, &a, 0, NULL);
     *out = a;
@@ -266,6 +269,7 @@ static void ofi_av_remove(ofi_nic *n, uint64_t a) { fi_addr_t x = a; fi_av_remov
 
 static inline int ofi_write(ofi_nic *n, const void *src, uint64_t len, void *desc, uint64_t peer, uint64_t dst, uint64_t key,
                             uint64_t data, int imm, int landed, void *ctx) {
+    if (!n->ep) return -ESHUTDOWN;
     struct iovec v = { (void *)src, len };
     struct fi_rma_iov r = { dst, len, key };
     struct fi_msg_rma m = { &v, &desc, 1, peer, &r, 1, ctx, data };    /* zero-length: iov and a valid desc all the same */
@@ -277,13 +281,16 @@ static inline int ofi_write(ofi_nic *n, const void *src, uint64_t len, void *des
 /* Small writes whose landing nobody asked for: copied at once, no completion of their own to be read. */
 static inline int ofi_inject(ofi_nic *n, const void *src, uint64_t len, uint64_t peer, uint64_t dst, uint64_t key,
                              uint64_t data, int imm) {
+    if (!n->ep) return -ESHUTDOWN;
     return (int)(imm ? fi_inject_writedata(n->ep, src, len, data, peer, dst, key)
                      : fi_inject_write(n->ep, src, len, peer, dst, key));
 }
 static inline int ofi_send(ofi_nic *n, const void *buf, uint64_t len, void *desc, uint64_t peer, void *ctx) {
+    if (!n->ep) return -ESHUTDOWN;
     return (int)fi_send(n->ep, buf, len, desc, peer, ctx);
 }
 static inline int ofi_recv(ofi_nic *n, void *buf, uint64_t len, void *desc, void *ctx) {
+    if (!n->ep) return -ESHUTDOWN;
     return (int)fi_recv(n->ep, buf, len, desc, FI_ADDR_UNSPEC, ctx);
 }
 
@@ -295,6 +302,7 @@ static inline uint64_t ofi_what(uint64_t flags) {
 /* Up to `most` completions; -1: the queue itself has failed. A remote write's event may have len 0 and no FI_RMA flag:
    FI_REMOTE_CQ_DATA is what counts. */
 static inline int ofi_poll(ofi_nic *n, ofi_comp *out, int most) {
+    if (!n->cq) return 0;
     struct fi_cq_data_entry e[16];
     fi_addr_t from[16];
     int i, k;

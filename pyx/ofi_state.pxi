@@ -138,6 +138,8 @@ cdef class OfiState:
         self.d.region[rkey & (REGIONS - 1)].leaving = 0
 
     def drop_region(self, uint64_t rkey, uint64_t mr):
+        if self.d.down:
+            return 0                    # closed with the domain
         drop_importers(self.d, rkey & (REGIONS - 1))
         self.d.region[rkey & (REGIONS - 1)].used = 0
         return ofi_dereg(<void*><uintptr_t>mr)

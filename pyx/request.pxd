@@ -267,7 +267,8 @@ cdef struct wheel_t:
     uint64_t n
 
 cdef inline void timer_add(wheel_t* w, req_t* r) noexcept nogil:
-    cdef uint32_t i = <uint32_t>((r.deadline >> TICK_SHIFT) & (WHEEL - 1))
+    # a deadline that has passed goes where timers() looks next, not a revolution later
+    cdef uint32_t i = <uint32_t>(max(r.deadline >> TICK_SHIFT, w.tick) & (WHEEL - 1))
     r.t_prev = NULL
     r.t_next = w.slot[i]
     if r.t_next != NULL:

@@ -207,7 +207,7 @@ cdef class EngineBase:
         ns = self.page_side(sp, &p.p.si, &p.p.swide, &p.p.sstride)
         nd = self.page_side(dp, &p.p.di, &p.p.dwide, &p.p.dstride)
         if ns != nd:
-            raise errors.PageListError(f"{ns} source pages and {nd} target pages")
+            raise errors.PageListError(f"{ns} source pages of {region(h)} and {nd} target pages of {region(desc)} at {owner(desc)}")
         soff = u64(sp.offset, "source offset")
         p.dst_off = u64(dp.offset, "target offset")
         self.check_pages("source", region(h), p.p.si, ns, p.p.swide, p.p.sstride, soff, n, h.m.size)
@@ -458,7 +458,11 @@ cdef class EngineBase:
             r.send.buf = malloc(max(<size_t>1, <size_t>b.len))
             if r.send.buf == NULL:
                 raise MemoryError
-            memcpy(<void*>r.send.buf, b.buf, b.len)
+            if b.len > INLINE_GIL:
+                with nogil:
+                    memcpy(<void*>r.send.buf, b.buf, b.len)
+            else:
+                memcpy(<void*>r.send.buf, b.buf, b.len)
             r.send.len = b.len
         finally:
             PyBuffer_Release(&b)
@@ -522,10 +526,10 @@ cdef class EngineBase:
             raise errors.OutOfRange(f"immediate {r.imm} is not allocated here; explicit immediates are within 0 .. {IMM_ALLOC - 1}")
         r.n = u64(count, "count")
         r.deadline = coarse_ns() + <uint64_t>span_ns(timeout, self.timeout_ns)
-        if cb is not None:
-            self.attach(t, cb)
         if peers is not None:
             self._watch_peers(t, peers)
+        if cb is not None:
+            self.attach(t, cb)
         submit(g.g, r)
         return t
 

@@ -89,10 +89,13 @@ cdef class Transfer:
     cdef object src, dst, keep, cb, fut, owner
     cdef object __weakref__
 
+    def __init__(self):
+        raise TypeError("a Transfer is made by the engine's submit calls")
+
     def __dealloc__(self):
         if self.r == NULL:
             return
-        if self.keep is not None and ld_acq32(&self.r.state) != DONE and not ld_acq32(&self.r.quiet):
+        if self.keep is not None and self.r.extra & X_SENT and ld_acq32(&self.r.state) != DONE and not ld_acq32(&self.r.quiet):
             self.group.adopt(self.orphan())     # index arrays are borrowed until nothing can read them
         if not self.r.extra & X_SENT:
             req_drop(&self.group.g.pool_, self.r)       # refused before it was handed over: the worker's share too
@@ -175,7 +178,11 @@ cdef class Transfer:
         return self.group.cancel(self)
 
     def quiesced(self):
-        """A Transfer that ends when nothing of this one can still land and its source is free."""
+        """A Transfer that ends when the source is free and nothing of this one will be sent any more.
+
+        Where completions mean landed (local, efa, and with ``landed=True`` anywhere) nothing of it can land afterwards either; on tcp
+        the last bytes may still be on their way.
+        """
         return self.group.follow(self, FOLLOW_QUIET)
 
     def landed(self):
@@ -231,7 +238,10 @@ cdef class Transfer:
             if f.cancelled():
                 error = self.exception()
                 if not self.done():
-                    mine.cancel()
+                    if self.fut is f or self.fut is None:
+                        self.fut = mine         # takes the place of the one that was cancelled
+                    else:
+                        self.fut.add_done_callback(copy)
                 elif error is not None:
                     mine.set_exception(error)
                 else:

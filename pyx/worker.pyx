@@ -53,6 +53,8 @@ include "drive.pxi"
 
 cdef uint64_t u64(object v, str what) except? 0xfffffffffffffff1:
     """An unsigned 64-bit integer, or OutOfRange naming `what`."""
+    if isinstance(v, float):
+        raise TypeError(f"{what} must be an int, not float")
     try:
         return <uint64_t>v
     except OverflowError:

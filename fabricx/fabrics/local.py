@@ -243,6 +243,7 @@ class _Group:
     def close(self) -> None:
         self.fabric.forget(self)
         os.close(self.fd)
+        self.regions.clear()
 
 
 class LocalDomain(Domain):
@@ -748,6 +749,8 @@ class LocalFabric(Fabric):
             except OSError:
                 pass
             self._died(conn)
+        except OSError:
+            self._died(conn)  # it left while it was being answered
         finally:
             for fd in fds:
                 os.close(fd)

@@ -131,3 +131,18 @@ def test_the_engine_is_an_async_context_manager() -> None:
         assert e.closed
 
     asyncio.run(main())
+
+
+def test_cancelling_one_of_several_awaiting_tasks_leaves_the_others(pair: Pair) -> None:
+    async def main() -> None:
+        x = pair.b.expect_imm_count(5, 1)
+        tasks = [asyncio.create_task(_wait(x)) for _ in range(4)]
+        await asyncio.sleep(0.01)
+        tasks[0].cancel()
+        tasks[2].cancel()
+        await asyncio.sleep(0.01)
+        assert [t.done() for t in tasks] == [True, False, True, False]
+        pair.write(0, 5)
+        await asyncio.gather(tasks[1], tasks[3])
+
+    asyncio.run(asyncio.wait_for(main(), 10))

@@ -155,6 +155,37 @@ def test_a_forked_child_gets_a_clear_error_and_the_parent_goes_on(pair: Pair) ->
     assert (pair.dst[:100] == pair.src[:100]).all()
 
 
+@pytest.mark.parametrize("polling", ["busy", "adaptive"])
+def test_a_forked_child_can_neither_hang_nor_harm(pairs, polling: str) -> None:  # type: ignore[no-untyped-def]
+    p = pairs(polling=polling)
+    for _ in range(10):
+        pid = os.fork()
+        if pid == 0:
+            ok = True
+            for call in (lambda: p.b.imm_count(1), lambda: p.b.dereg_mr(p.target), lambda: p.b.free_imm(5), lambda: p.a.connect(p.b.address)):
+                try:
+                    call()
+                    ok = False
+                except fx.EngineClosed:
+                    pass
+                except BaseException:
+                    ok = False
+            p.a.close()
+            os._exit(0 if ok else 1)
+        end = time.monotonic() + 10
+        done = 0
+        while not done and time.monotonic() < end:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.001)
+        if not done:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+        assert done and status == 0, "the child hung" if not done else "a call did not say EngineClosed"
+    x = p.b.expect_imm_count(5, 1)
+    p.write(100, 5).wait()
+    x.wait()
+
+
 def test_a_child_may_open_an_engine_of_its_own_and_exits_cleanly() -> None:
     p = run(
         "import fabricx as fx, os\n"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from engines import Pair
+from engines import Pair, until
 
 import fabricx as fx
 
@@ -47,7 +48,7 @@ def test_one_bad_page_of_a_thousand_is_named_and_nothing_is_written(pair: Pair) 
 
 def test_page_lists_that_do_not_fit_each_other(pair: Pair) -> None:
     a, b = fx.Pages(stride=64, count=10), fx.Pages(stride=64, count=11)
-    with pytest.raises(fx.PageListError, match="10 source pages and 11 target pages"):
+    with pytest.raises(fx.PageListError, match="10 source pages of source and 11 target pages of target at"):
         pair.a.submit_paged_writes(64, 5, (pair.handle, a), (pair.desc, b))
     with pytest.raises(fx.PageListError, match="overlap"):
         pair.a.submit_paged_writes(64, 5, (pair.handle, a), (pair.desc, fx.Pages(stride=63, count=10)))
@@ -149,3 +150,72 @@ def test_a_fabric_asked_for_by_name_is_never_replaced() -> None:
 def test_bad_options_are_named(options: dict[str, object]) -> None:
     with pytest.raises(fx.OutOfRange, match=next(iter(options)).rstrip("s")):
         fx.TransferEngine("local", **options)  # type: ignore[arg-type]
+
+
+def test_a_refused_submit_leaves_nothing_behind(pair: Pair) -> None:
+    """Nothing is kept of a request that was never handed over (it was given back once too often)."""
+    h, _ = pair.a.reg_mr(bytearray(64))
+    pages = fx.Pages(stride=8, count=4)
+    plan = pair.a.prepare(8, (h, pages), (pair.desc, pages))
+    pair.a.dereg_mr(h)
+    for _ in range(50):
+        with pytest.raises(fx.UnregisteredLocal):
+            pair.a.submit_prepared(plan, 3)
+        with pytest.raises(TypeError):
+            pair.b.expect_imm_count(5, 1, fx.Counter(), peers=5)
+        with pytest.raises(TypeError):
+            pair.write(8, 5, on_done="x")
+        with pytest.raises(fx.OutOfRange):
+            pair.write(8, 5, nic=99)
+    for k in range(100):
+        pair.write(8, 5, to=k * 8)
+    pair.b.expect_imm_count(5, 100).wait()
+
+
+def test_misuse_is_refused_and_never_crashes(pair: Pair) -> None:
+    with pytest.raises(TypeError, match="submit"):
+        fx.Transfer()
+    with pytest.raises(fx.OutOfRange):
+        pair.a.alloc_uvm_watcher(print, word=0)
+    with pytest.raises(fx.OutOfRange):
+        pair.a.alloc_uvm_watcher(print, word=np.zeros(3, np.uint8))
+    with pytest.raises(TypeError, match="float"):
+        pair.write(8, 1.9)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="MrHandle"):
+        pair.a.dereg_mr(None)  # type: ignore[arg-type]
+    for bad in (-1, 1 << 40):
+        with pytest.raises(fx.OutOfRange):
+            pair.b.imm_count(bad)
+
+
+def test_short_deadlines_are_kept_by_an_idle_engine(pair: Pair) -> None:
+    """The second came a revolution of the wheel (4.3 s) late."""
+    for _ in range(6):
+        t = time.monotonic()
+        with pytest.raises(fx.TransferTimeout):
+            pair.b.expect_imm_count(5, 1, timeout=0.001).wait()
+        assert time.monotonic() - t < 2
+        time.sleep(0.02)
+
+
+def test_the_callback_thread_outlives_what_on_error_raises(pair: Pair) -> None:
+    def bad(_: BaseException) -> None:
+        raise SystemExit(1)
+
+    pair.a.on_error = bad
+    pair.write(8, None, on_done=lambda t: 1 / 0).wait()
+    after: list[int] = []
+    pair.write(8, None, on_done=lambda t: after.append(1)).wait()
+    until(lambda: after)
+
+
+def test_expecting_of_a_peer_that_died_before_is_refused(pairs: Callable[..., Pair]) -> None:
+    p = pairs()
+    p.write(0, 9).wait()
+    lost: list[object] = []
+    p.b.on_peer_lost = lost.append
+    addr = p.a.address
+    p.a.close()
+    until(lambda: lost)
+    with pytest.raises(fx.PeerLostError, match="lost already"):
+        p.b.expect_imm_count(3, 1, peers=[addr])
