@@ -135,7 +135,12 @@ cdef class OfiState:
         return tell_gone(self.d, rkey, again)
 
     def keep_region(self, uint64_t rkey):
+        """It stays after all; the next attempt tells all importers anew."""
+        cdef uint32_t k = self.d.region[rkey & (REGIONS - 1)].first
         self.d.region[rkey & (REGIONS - 1)].leaving = 0
+        while k:
+            self.d.pair[k].told = self.d.pair[k].gone = 0
+            k = self.d.pair[k].next
 
     def drop_region(self, uint64_t rkey, uint64_t mr):
         if self.d.down:

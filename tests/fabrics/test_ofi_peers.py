@@ -365,6 +365,8 @@ def test_a_region_goes_when_its_importers_have_let_go(engine: fx.TransferEngine,
         told += 1
     assert told >= 2
     speaker.say(nic, Message(GONE_ACK, **fine, to=to, b=mine.rkeys[0]))  # of no effect: nobody waits for it now
+    speaker.say(nic, ask)  # answered after that was read
+    assert speaker.hear(IMPORTED).b == 0
     box: list[BaseException | None] = []
 
     def dereg() -> None:
