@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import gc
 import glob
 import json
 import os
@@ -238,15 +239,15 @@ def test_registering_again_and_again_stays_flat(engine: fx.TransferEngine) -> No
 
     me = psutil.Process()
     memory = engine.alloc(4096)
-    times = []
     for k in range(2000):
-        t = time.perf_counter()
         h, _ = engine.reg_mr(memory)
         engine.dereg_mr(h)
-        times.append(time.perf_counter() - t)
         if k == 500:
+            gc.collect()  # of tests before this one
             fds, rss = me.num_fds(), me.memory_info().rss
-    assert me.num_fds() == fds and me.memory_info().rss - rss < 4 << 20
+    gc.collect()
+    assert me.num_fds() <= fds
+    assert me.memory_info().rss - rss < 4 << 20
 
 
 # ---------------------------------------------------------------- two hosts
