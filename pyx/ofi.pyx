@@ -1,11 +1,11 @@
 """fabricx._ofi: the libfabric fabric. Built from 1.17 headers; it links nothing: the seven real symbols of libfabric
-come as addresses (fabricx/fabrics/ofi.py opens the library), everything else are inlines over the tables of functions in
-its objects.
+come as addresses (fabricx/fabrics/ofi.py opens the library), everything else are inlines over the tables of functions
+in its objects.
 
-A domain is one FI_EP_RDM endpoint. Writes are fi_writemsg with remote CQ data; the data carries the immediate and, where
-it has 64 bits, the number that the TARGET gave the sender in the handshake. Handshake, messages and key look-ups are SENDs
-into a pool of receives that is always posted, so nothing internal ever waits for the application. User messages are a
-rendezvous: ask (RTS), be granted a posted receive (CTS), send fragments.
+A domain is one FI_EP_RDM endpoint. Writes are fi_writemsg with remote CQ data; the data carries the immediate and,
+where it has 64 bits, the number that the TARGET gave the sender in the handshake. Handshake, messages and key look-ups are
+SENDs into a pool of receives that is always posted, so nothing internal ever waits for the application. User messages are
+a rendezvous: ask (RTS), be granted a posted receive (CTS), send fragments.
 
 Its rooms, all one extension since calls across modules do not inline:
   ofi_api.h      libfabric as it is used here
@@ -42,8 +42,8 @@ cdef extern from "ofi_api.h" nogil:
         uint64_t flags, data, len
         uint64_t src
         int err, prov
-    int ofi_open(ofi_api*, ofi_nic*, const char* provider, const char* node, const char* domain, int skip, uint64_t cq_size,
-                 int hmem) noexcept
+    int ofi_open(ofi_api*, ofi_nic*, const char* provider, const char* node, const char* domain, int skip,
+                 uint64_t cq_size, int hmem) noexcept
     void ofi_close(ofi_nic*) noexcept
     int ofi_reg(ofi_nic*, uint64_t addr, uint64_t len, uint64_t key, int iface, int device, int dmabuf_fd,
                 uint64_t dmabuf_off, void** mr, void** desc, uint64_t* got) noexcept
@@ -51,8 +51,8 @@ cdef extern from "ofi_api.h" nogil:
     int ofi_dereg(void* mr) noexcept
     int ofi_av_insert(ofi_nic*, const void* addr, uint64_t* out) noexcept
     void ofi_av_remove(ofi_nic*, uint64_t) noexcept
-    int ofi_write(ofi_nic*, const void* src, uint64_t n, void* desc, uint64_t peer, uint64_t dst, uint64_t key, uint64_t data,
-                  int imm, int landed, void* ctx) noexcept
+    int ofi_write(ofi_nic*, const void* src, uint64_t n, void* desc, uint64_t peer, uint64_t dst, uint64_t key,
+                  uint64_t data, int imm, int landed, void* ctx) noexcept
     int ofi_inject(ofi_nic*, const void* src, uint64_t n, uint64_t peer, uint64_t dst, uint64_t key, uint64_t data,
                    int imm) noexcept
     int ofi_send(ofi_nic*, const void* buf, uint64_t n, void* desc, uint64_t peer, void* ctx) noexcept

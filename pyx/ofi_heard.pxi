@@ -16,7 +16,7 @@ cdef void heard(dom_t* d, head_t* h, uint64_t n) noexcept nogil:
     if i >= d.npeers or h.target != d.incarnation or (h.version != WIRE_VERSION and h.type != T_REFUSED):
         d.garbage += 1
         return
-    if h.type == T_REFUSED:         # by whoever lives at that address: it may be another incarnation, or speak another version
+    if h.type == T_REFUSED:         # by whoever lives at that address now: another incarnation, or of another version
         if d.peer[i].state == P_ASKED:
             d.peer[i].reason = <uint32_t>h.a
             st_rel32(&d.peer[i].state, P_REFUSED)
@@ -94,7 +94,7 @@ cdef pair_t* add_importer(dom_t* d, uint32_t slot, uint32_t peer) noexcept nogil
     return x
 
 cdef void import_asked(dom_t* d, uint32_t i, head_t* h) noexcept nogil:
-    """Answers whether a region is registered here, of that base and length. What cannot be answered now is asked again."""
+    """Answers whether a region is registered here, of that base and length. What has no answer now is asked again."""
     cdef uint32_t slot = <uint32_t>(h.b & (REGIONS - 1)), s
     cdef region_t* g = &d.region[slot]
     cdef head_t* a
@@ -124,8 +124,8 @@ cdef void let_go(dom_t* d, uint32_t peer, uint64_t rkey) noexcept nogil:
             x.gone = 1
 
 cdef uint32_t tell_gone(dom_t* d, uint64_t rkey, bint again) noexcept nogil:
-    """Tells importers that a region goes, those that were not told yet or (`again`) have not answered; how many are left.
-    Peers that are lost need not answer: nothing of them can arrive."""
+    """Tells importers that a region goes, those that were not told yet or (`again`) have not answered; how many are
+    left. Peers that are lost need not answer: nothing of them can arrive."""
     cdef uint32_t slot = <uint32_t>(rkey & (REGIONS - 1)), k, left = 0
     cdef pair_t* x
     d.region[slot].leaving = 1

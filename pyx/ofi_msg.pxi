@@ -15,8 +15,8 @@ cdef void forget_messages(dom_t* d, peer_t* p) noexcept nogil:
     p.rx_more = 0
 
 cdef void asked(dom_t* d, uint32_t i, uint64_t total) noexcept nogil:
-    """A peer has a message of so many bytes. It may ask for its next before the last fragment of this one is here, where
-    the provider keeps no order."""
+    """A peer has a message of so many bytes. Where the provider keeps no order it may ask for its next before the last
+    fragment of this one is here."""
     cdef peer_t* p = &d.peer[i]
     if p.rx == RX_FILLING:
         p.rx_more, p.rx_next = 1, total

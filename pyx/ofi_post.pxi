@@ -1,8 +1,8 @@
 # Writes, completions, sleeping; part of ofi.pyx.
 
 cdef inline int post1(dom_t* d, write_t* w, bint inject) noexcept nogil:
-    """One write. FI_MORE is not asked for: tcp ignores it, and efa leaves what came before in its queue, the doorbell not
-    rung, when the last post of a batch is refused."""
+    """One write. FI_MORE is not asked for: tcp ignores it, and efa leaves what came before in its queue, the doorbell
+    not rung, when the last post of a batch is refused."""
     cdef peer_t* p
     cdef imp_t* m
     cdef xctx_t* x
@@ -23,9 +23,10 @@ cdef inline int post1(dom_t* d, write_t* w, bint inject) noexcept nogil:
     data = w.imm
     if d.nic.data8:
         data |= <uint64_t>p.number << 32
-    # Small ones are copied at once and done, which means "source reusable" on these providers. Now and then one goes the
-    # long way, whose completion is counted, so that a peer which takes nothing can hold only so many.
-    if inject and w.len and w.len <= d.nic.inject and not w.flags & F_LANDED and not d.nic.landed and p.injected < INJECTS:
+    # Small ones are copied at once and done, which means "source reusable" on these providers. Now and then one goes
+    # the long way, whose completion is counted, so that a peer which takes nothing can hold only so many.
+    if inject and w.len and w.len <= d.nic.inject and p.injected < INJECTS and not w.flags & F_LANDED and \
+            not d.nic.landed:
         rc = ofi_inject(d.nic, <void*>w.src, w.len, p.fi, m.addr + w.dst, m.key, data, (w.flags & F_IMM) != 0)
         if rc == 0:
             p.injected += 1
@@ -79,7 +80,7 @@ cdef inline uint64_t index_of(const void* a, uint32_t wide, uint64_t i) noexcept
     return (<uint64_t*>a)[i] if wide else (<uint32_t*>a)[i]
 
 cdef int ofi_post_pages(void* dom, pages_t* g) noexcept nogil:
-    """The template is filled once; a page changes two addresses. Each page is covered by a completion, so none is injected."""
+    """The template is filled once; a page changes two addresses. Each page has a completion, so none is injected."""
     cdef uint64_t start = g.at
     cdef int rc
     cdef write_t w

@@ -69,8 +69,8 @@ cdef void drain(dom_t* d, uint32_t i) noexcept nogil:
         sgive(d, s, i)
 
 # ---------------------------------------------------------------- control messages on their way out
-# Each peer has a queue of its own: one that takes nothing (unreachable, stopped) holds up nobody else. The share of slots
-# that a peer may have is bounded for the same reason, and fragments of messages leave room for what is internal.
+# Each peer has a queue of its own: one that takes nothing (unreachable, stopped) holds up nobody else. The share of
+# slots that a peer may have is bounded for the same reason, and fragments of messages leave room for what is internal.
 
 cdef bint ship(dom_t* d, uint32_t s, uint32_t peer) noexcept nogil:
     """Posts slot s; False when the provider has no room for it now. True: out, or dropped with its peer."""

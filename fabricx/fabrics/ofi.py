@@ -1,7 +1,7 @@
 """The ofi fabric, control path: finds a libfabric, opens domains, shakes hands. The hot path is pyx/ofi.pyx.
 
-The provider is efa where there is hardware, else tcp (called net in libfabric 1.17). Libraries are looked for in the order of
-`places()`; the first that opens and is new enough wins.
+The provider is efa where there is hardware, else tcp (called net in libfabric 1.17). Libraries are looked for in the order
+of `places()`; the first that opens and is new enough wins.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ _AUTHENTICATOR = 256  # bytes that a hello may carry in the field kept for one
 
 
 def _efa_environment() -> dict[str, str]:
-    """What the efa provider reads from the environment when it starts, where the user has not said otherwise. (Not here:
-    FI_EFA_USE_DEVICE_RDMA. The endpoint option says the same, and where a NIC cannot do it the variable aborts the process.)"""
+    """What the efa provider reads from the environment when it starts, where the user has not said otherwise.
+
+    Not here: FI_EFA_USE_DEVICE_RDMA. The endpoint option says the same, and where a NIC cannot do it the variable aborts
+    the process.
+    """
     # one way for all peers: shm would not be RDMA, and hangs after a kill -9
     out = {"FI_EFA_ENABLE_SHM_TRANSFER": "0"}
     # From Linux 5.13 on a fork leaves registered pages alone. Before, a process without this is aborted by its first
@@ -68,8 +71,8 @@ class Library:
 
 
 def places(config: Config) -> list[str]:
-    """Where libfabric is looked for, in order: the setting, AWS's own, a system one, the one in the mpich wheel. A setting is the
-    only place when it is given."""
+    """Where libfabric is looked for, in order: AWS's own, a system one, the one in the mpich wheel. A setting is the only
+    place when it is given."""
     if config.ofi_library:
         return [config.ofi_library]
     found = [*glob.glob("/opt/amazon/efa/lib*/libfabric.so.1"), "libfabric.so.1"]
@@ -101,7 +104,13 @@ _opening = threading.Lock()
 
 
 def library(config: Config) -> Library:
-    """The libfabric to use. A system library below 1.18 gives way to a newer one; FabricUnavailable lists every place looked at."""
+    """The libfabric to use. A system library below 1.18 gives way to a newer one.
+
+    Raises
+    ------
+    FabricUnavailable
+        listing every place looked at.
+    """
     with _opening:
         tried: list[str] = []
         old: Library | None = None
@@ -124,8 +133,8 @@ def library(config: Config) -> Library:
         if old is not None:
             return old
         raise errors.FabricUnavailable(
-            "no libfabric; install it (Debian: libfabric1, or pip install mpich) or name it by FABRICX_LIBFABRIC; looked at: "
-            + ("; ".join(tried) or "nothing")
+            "no libfabric; install it (Debian: libfabric1, or pip install mpich) or name it by FABRICX_LIBFABRIC; "
+            "looked at: " + ("; ".join(tried) or "nothing")
         )
 
 
@@ -200,7 +209,8 @@ class OfiDomain(Domain):
             if not self.info.caps & CAP_DEVICE:
                 raise errors.RegistrationError(
                     95,
-                    f"{memory.length} bytes at {memory.addr:#x} on {memory.device}: provider {self.provider} reaches host memory only",
+                    f"{memory.length} bytes at {memory.addr:#x} on {memory.device}: "
+                    f"provider {self.provider} reaches host memory only",
                 )
             device = int(memory.device.partition(":")[2] or 0)
         with self.slots:
@@ -241,6 +251,7 @@ class OfiDomain(Domain):
         pause, again = 0.0001, 0.0
         while True:
             now = time.monotonic()
+            self._open(f"{key.token.length} bytes at {key.token.addr:#x}")
             with self.spec.lock():
                 waiting = self.state.gone(key.rkey, now >= again > 0)
                 if waiting and now > deadline:
@@ -249,15 +260,19 @@ class OfiDomain(Domain):
                 break
             if now > deadline:
                 raise errors.TransferTimeout(
-                    f"{key.token.length} bytes at {key.token.addr:#x}: {waiting} peers have not let go; the memory must not be reused"
+                    f"{key.token.length} bytes at {key.token.addr:#x}: {waiting} peers have not let go; "
+                    "the memory must not be reused"
                 )
             if now >= again:
                 again = now + _TELL_AGAIN
             self.spec.kick()
             time.sleep(pause)
             pause = min(pause * 2, 0.005)
-        mr, memory = self.regions.pop(key.rkey)
         with self.spec.lock():
+            entry = self.regions.pop(key.rkey, None)
+            if entry is None:  # closed with its domain
+                return
+            mr, memory = entry
             rc = self.state.drop_region(key.rkey, mr)
         if rc:
             raise errors.RegistrationError(
@@ -265,6 +280,11 @@ class OfiDomain(Domain):
             )
         with self.slots:
             self.free_slots.append(key.rkey & (_N_REGIONS - 1))
+
+    def _open(self, what: object) -> None:
+        """Ends what waits while another thread closes the domain."""
+        if self.closed:
+            raise errors.EngineClosed(f"{what}: {self.info.name} was closed meanwhile")
 
     # -- peers
 
@@ -283,6 +303,7 @@ class OfiDomain(Domain):
         body = _join(self.addr, mine)
         wait, again = _HELLO_FIRST, 0.0
         while True:
+            self._open(who)
             state, reason = self.state.state(index)
             if state == "up":
                 return index
@@ -324,6 +345,7 @@ class OfiDomain(Domain):
             answer = None
             number = secrets.randbits(60)
             while answer is None:
+                self._open(what)
                 if self.state.state(peer)[0] != "up":
                     raise errors.PeerLostError(f"{what}: the peer is lost")
                 now = time.monotonic()
@@ -418,8 +440,8 @@ class OfiDomain(Domain):
 
 
 def _join(addr: bytes, netaddr: bytes) -> bytes:
-    """The body of a hello: the NIC's address, the group's, and a field kept for an authenticator. This layout is the same in
-    all versions, so that a refusal finds its way."""
+    """The body of a hello: the NIC's address, the group's, and a field kept for an authenticator. This layout is the same
+    in all versions, so that a refusal finds its way."""
     return struct.pack("<H", len(addr)) + addr + struct.pack("<I", len(netaddr)) + netaddr + struct.pack("<H", 0)
 
 
