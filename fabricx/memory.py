@@ -5,16 +5,19 @@ from __future__ import annotations
 import bisect
 import ctypes
 import fcntl
+import math
 import mmap
 import os
 import sys
 import threading
 import weakref
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .errors import NotContiguous, OutOfRange, PageListError, RegistrationError
+from .errors import InUse, NotContiguous, OutOfRange, PageListError, RegistrationError
 from .fabrics.base import Memory
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
@@ -25,11 +28,12 @@ _DLPACK_CPU = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost
 _DLPACK_CUDA = 2
 
 
-class HostBuffer:
+class HostBuffer(mmap.mmap):
     """Zeroed host memory in a sealed memfd, so that peers on this host can map it and writes into it are plain copies.
 
-    Works as a buffer through `array`, a C-contiguous np.uint8 array; views of it (also torch tensors) are recognised as
-    mappable when they are registered. Not inherited by forked children.
+    It is a writable buffer itself (``memoryview(b)``, ``np.frombuffer(b)``); views of it (also torch tensors) are recognised
+    as mappable when they are registered. A forked child does not inherit it: touching it there is a segmentation fault,
+    rather than a write that the parent silently sees.
 
     Parameters
     ----------
@@ -37,27 +41,35 @@ class HostBuffer:
         Bytes, above 0.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    fd: int
+    addr: int
+    nbytes: int
+
+    def __new__(cls, nbytes: int) -> HostBuffer:
         if not isinstance(nbytes, int) or not 0 < nbytes < _LONGEST:
             raise OutOfRange(f"nbytes is {nbytes!r}; a buffer has 1 .. 2**62 - 1 bytes")
-        self.nbytes = nbytes
         fd = -1
         try:
             fd = os.memfd_create("fabricx", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_GROW | _SEAL_SHRINK | _SEAL_SEAL)
-            self._map = mmap.mmap(fd, nbytes)
+            self = super().__new__(cls, fd, nbytes)
         except OSError as e:
             if fd >= 0:
                 os.close(fd)
             raise RegistrationError(e.errno, f"no memory for a HostBuffer of {nbytes} bytes: {e.strerror}") from e
-        self._map.madvise(_MADV_DONTFORK)
-        self.fd = fd
-        #: np.ndarray of uint8, the memory itself
-        self.array: np.ndarray = np.frombuffer(self._map, np.uint8)
-        self.addr: int = self.array.ctypes.data
-        _Known.add(self)
-        self._finalizer = weakref.finalize(self.array.base if self.array.base is not None else self, _gone, fd, self.addr)
+        self.madvise(_MADV_DONTFORK)
+        self.fd, self.nbytes = fd, nbytes
+        self.addr = self.array.ctypes.data
+        _Known.add(self.addr, nbytes, fd)
+        self._finalizer = weakref.finalize(self, _gone, fd, self.addr)
+        return self
+
+    @property
+    def array(self) -> np.ndarray:
+        """The memory as an np.uint8 array."""
+        # made each time: an array kept here would refer back to the buffer, a cycle that the collector cannot see through
+        return np.frombuffer(self, np.uint8)
 
     def tensor(self, dtype: Any = None, shape: Any = None) -> Any:
         """The memory as a torch tensor (uint8 and flat if not said otherwise)."""
@@ -67,33 +79,33 @@ class HostBuffer:
         if dtype is not None:
             t = t[: self.nbytes - self.nbytes % dtype.itemsize].view(dtype)
         if shape is not None:
-            n = 1
-            for s in shape:
-                n *= s
+            n = math.prod(shape)
+            if min(shape, default=0) < 0 or n > t.numel():
+                raise OutOfRange(f"shape is {tuple(shape)}; there are {t.numel()} elements of {t.dtype}")
             t = t[:n].view(shape)
         return t
 
-    def __buffer__(self, flags: int) -> memoryview:
-        return memoryview(self.array)
+    def close(self) -> None:
+        """Give the memory back now; without it that happens with the last view. Idempotent.
 
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        return self.array.__array_interface__
-
-    def __len__(self) -> int:
-        return self.nbytes
+        Raises
+        ------
+        InUse
+            while views of it (arrays, tensors) or the MrHandle of a registration exist; nothing has changed then.
+        """
+        if self.closed:
+            return
+        _Known.dead.append(self.addr)  # before the range can be mapped anew by somebody else
+        try:
+            super().close()
+        except BufferError:
+            _Known.add(self.addr, self.nbytes, self.fd)
+            raise InUse(f"{self!r} has views or registrations; drop them (dereg_mr, del) before close()") from None
+        self._finalizer.detach()
+        os.close(self.fd)
 
     def __repr__(self) -> str:
-        return f"HostBuffer({self.nbytes} bytes at {self.addr:#x})"
-
-
-def _gone(fd: int, addr: int) -> None:
-    """The last view of a buffer is gone, and with it the mapping."""
-    _Known.drop(addr)
-    try:
-        os.close(fd)
-    except OSError:
-        pass
+        return f"HostBuffer({self.nbytes} bytes at {self.addr:#x}{', closed' if self.closed else ''})"
 
 
 class _Known:
@@ -102,23 +114,29 @@ class _Known:
     lock = threading.Lock()
     starts: list[int] = []
     spans: dict[int, tuple[int, int]] = {}  # start -> (bytes, fd)
+    # The collector may end a buffer in the middle of any of these methods, so its end takes no lock: it is noted here, and
+    # struck off before the next look.
+    dead: deque[int] = deque()
 
     @classmethod
-    def add(cls, b: HostBuffer) -> None:
-        with cls.lock:
-            bisect.insort(cls.starts, b.addr)
-            cls.spans[b.addr] = (b.nbytes, b.fd)
+    def _strike(cls) -> None:
+        while cls.dead:
+            start = cls.dead.popleft()
+            if cls.spans.pop(start, None) is not None:
+                cls.starts.remove(start)
 
     @classmethod
-    def drop(cls, addr: int) -> None:
+    def add(cls, start: int, size: int, fd: int) -> None:
         with cls.lock:
-            if cls.spans.pop(addr, None) is not None:
-                cls.starts.remove(addr)
+            cls._strike()
+            bisect.insort(cls.starts, start)
+            cls.spans[start] = size, fd
 
     @classmethod
     def find(cls, addr: int, length: int) -> tuple[int, int]:
         """(fd, offset) of a range that lies in one HostBuffer, else (-1, 0)."""
         with cls.lock:
+            cls._strike()
             i = bisect.bisect_right(cls.starts, addr) - 1
             if i >= 0:
                 start = cls.starts[i]
@@ -126,6 +144,22 @@ class _Known:
                 if addr + length <= start + size:
                     return fd, addr - start
         return -1, 0
+
+
+def _gone(fd: int, addr: int) -> None:
+    """A buffer ends."""
+    _Known.dead.append(addr)
+    try:
+        os.close(fd)
+    except OSError:
+        pass
+
+
+@dataclass(slots=True)
+class _Held(Memory):
+    """A HostBuffer's memory; as long as it is registered, a view keeps close() away."""
+
+    hold: memoryview | None = field(default=None, repr=False)
 
 
 def _host(addr: int, length: int, owner: Any) -> Memory:
@@ -177,7 +211,9 @@ def _raw(addr: int, length: int | None, device: str | None) -> Memory:
 
 def _known(obj: Any) -> Memory:
     if isinstance(obj, HostBuffer):
-        return Memory(obj.addr, obj.nbytes, obj.fd, 0, "cpu", obj)
+        if obj.closed:
+            raise RegistrationError(f"{obj!r} cannot be registered")
+        return _Held(obj.addr, obj.nbytes, obj.fd, 0, "cpu", obj, hold=memoryview(obj))
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(obj, torch.Tensor):
         return _tensor(obj)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import os
+import signal
+import threading
 
 import numpy as np
 import pytest
 
 import fabricx as fx
-from fabricx.memory import as_memory
+from fabricx.memory import _Known, as_memory
 
 
 def test_a_host_buffer_is_zeroed_sealed_and_found_behind_its_views() -> None:
@@ -36,6 +39,87 @@ def test_a_buffer_lives_as_long_as_a_view_of_it_and_gives_its_descriptor_back() 
     del view
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_buffer_is_a_writable_buffer_itself() -> None:
+    b = fx.HostBuffer(100)
+    memoryview(b)[3] = 7
+    assert np.frombuffer(b, np.uint8)[3] == b.array[3] == 7 and bytes(b)[3] == 7
+    assert as_memory(memoryview(b)[10:20]).fd_offset == 10
+
+
+def test_closing_a_buffer_gives_it_back_at_once() -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    b = fx.HostBuffer(4096)
+    addr = b.addr
+    b.close()
+    b.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert as_memory(addr, 16).fd == -1
+    with pytest.raises(fx.RegistrationError, match="closed"):
+        as_memory(b)
+    with pytest.raises(ValueError, match="closed"):
+        b.array  # noqa: B018
+
+
+def test_closing_a_buffer_with_views_is_refused_and_changes_nothing() -> None:
+    b = fx.HostBuffer(4096)
+    view = b.array[5:]
+    with pytest.raises(fx.InUse, match="views or registrations"):
+        b.close()
+    view[0] = 9
+    assert as_memory(view).fd == b.fd and b.array[5] == 9
+    del view
+    b.close()
+    assert b.closed
+
+
+def test_closing_a_registered_buffer_is_refused_until_its_handle_is_gone() -> None:
+    with fx.TransferEngine("local") as engine:
+        b = engine.alloc(4096)
+        handle, _ = engine.reg_mr(b)
+        with pytest.raises(fx.InUse):
+            b.close()
+        engine.dereg_mr(handle)
+        del handle
+        b.close()
+        assert b.closed
+
+
+def test_the_end_of_a_buffer_waits_for_no_lock() -> None:
+    """The collector may end one in the middle of a look at the table, in the thread that holds its lock."""
+    b = fx.HostBuffer(64)
+    addr, fd = b.addr, b.fd
+    ring: list[object] = [b]
+    ring.append(ring)
+    done = threading.Event()
+
+    def collect() -> None:
+        gc.collect()
+        done.set()
+
+    del b
+    with _Known.lock:
+        del ring
+        thread = threading.Thread(target=collect, daemon=True)
+        thread.start()
+        ended = done.wait(20)
+    assert ended
+    with pytest.raises(OSError):
+        os.fstat(fd)
+    assert as_memory(addr, 64).fd == -1
+
+
+def test_a_forked_child_has_no_buffer() -> None:
+    b = fx.HostBuffer(4096)
+    pid = os.fork()
+    if pid == 0:
+        faulthandler.disable()
+        b[0] = 1  # ends the child
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGSEGV
+    assert b[0] == 0
 
 
 @pytest.mark.parametrize("n", [0, -1, 1 << 63, 1.5])
@@ -103,6 +187,9 @@ def test_tensors_over_a_host_buffer_are_mappable() -> None:
     m = as_memory(t[3:])
     assert (m.fd, m.fd_offset, m.length) == (b.fd, 1200, 2800)
     assert b.array[:4].view(np.float32)[0] == 2
+    for shape in ((2000,), (-1, 4)):
+        with pytest.raises(fx.OutOfRange, match="there are 1024 elements"):
+            b.tensor(torch.float32, shape)
 
 
 def test_lengths_and_addresses_are_checked() -> None:

@@ -37,7 +37,7 @@ def test_ten_thousand_registrations_stay_flat() -> None:
             times.append(time.perf_counter() - t)
             if k == 1000:
                 fds, rss = me.num_fds(), me.memory_info().rss
-        assert me.num_fds() == fds
+        assert me.num_fds() <= fds  # fewer: engines of tests before may end late
         assert me.memory_info().rss - rss < 2 << 20
         early, late = sorted(times[500:2500])[1000], sorted(times[8000:])[1000]
         assert late < 5 * early
