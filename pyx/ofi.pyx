@@ -9,9 +9,11 @@ a rendezvous: ask (RTS), be granted a posted receive (CTS), send fragments.
 
 Its rooms, all one extension since calls across modules do not inline:
   ofi_api.h      libfabric as it is used here
-  ofi_wire.pxi   completions for the engine, control messages on their way out
-  ofi_msg.pxi    messages of the application
-  ofi_heard.pxi  control messages that arrive; regions and imports
+  ctl_defs.pxi   peers, regions, imports (the rooms ctl_* are shared with verbs.pyx)
+  ctl_wire.pxi   completions for the engine, control messages on their way out
+  ctl_msg.pxi    messages of the application
+  ctl_heard.pxi  control messages that arrive; regions and imports
+  ctl_state.pxi  what Python sees of all that
   ofi_post.pxi   writes, completions, sleeping
   ofi_state.pxi  what Python sees of a domain
 """
@@ -66,68 +68,21 @@ cdef extern from "ofi_api.h" nogil:
     int ofi_list(ofi_api*, const char* provider, const char* node, char* out, uint64_t n) noexcept
     enum: OFI_REMOTE_DATA, OFI_RECV, OFI_SEND, OFI_WRITE
 
+ctypedef ofi_nic nic_t
+
 cdef enum:
     MAGIC = 0x66784f46
-    WIRE_VERSION = 1
     EAGAIN_ = -11               # FI_EAGAIN, as posts return it
-    SLOT = 16384                # bytes of a control message, header and all
-    NSEND = 256
-    NRECV = 256
-    PEER_SLOTS = 32             # control messages to one peer that may wait or be out
-    FLUSH = 8                   # peers tried in a turn
-    PEERS = 16384
-    IMPORTS = 65536
-    REGIONS = 65536
-    PAIRS = 262144              # (region, importer)
-    RECVS = 65536
-    COMPS = 16384
-    HELLOS = 64
     CQ_SIZE = 8192
     WRITES = 4096               # outstanding in all, and to one peer: a stopped one must not use up what all share
     PEER_WRITES = 512
-    CONTEXTS = WRITES + NSEND   # a control message always finds one
+    CONTEXTS = WRITES + 256     # a control message always finds one
     INJECTS = 128               # small writes without completion between two that have one
     AV_MOST = 65536
-
-    T_HELLO = 1
-    T_WELCOME = 2
-    T_REFUSED = 3
-    T_IMPORT = 4
-    T_IMPORTED = 5
-    T_GONE = 6
-    T_GONE_ACK = 7
-    T_RTS = 8
-    T_CTS = 9
-    T_NAK = 10
-    T_FRAG = 11
-    T_BYE = 12
 
     X_WRITE = 1
     X_CTRL = 2
     X_RECV = 3
-
-    P_NEW = 0                   # states of a peer, as the sending side sees it
-    P_ASKED = 1
-    P_UP = 2
-    P_LOST = 3
-    P_REFUSED = 4
-
-    TX_IDLE = 0                 # a message to a peer
-    TX_ASKED = 1
-    TX_GRANTED = 2
-    TX_TOO_LONG = 3
-
-    RX_NONE = 0                 # a message from a peer
-    RX_WAITS = 1                # for a receive
-    RX_FILLING = 2
-
-cdef struct head_t:             # of every control message; little endian hosts only, as all of libfabric's providers
-    uint32_t magic
-    uint16_t version, type
-    uint64_t session, target    # incarnation of the sender, and of the one that is meant
-    uint32_t to_idx, from_idx
-    uint64_t a, b, c
-    uint32_t len, pad
 
 cdef struct xctx_t:
     char room[64]               # struct fi_context2, owned by the provider while the operation is out
@@ -136,94 +91,23 @@ cdef struct xctx_t:
     uint32_t slot, pad          # control: its slot; write: its import
     xctx_t* next
 
-cdef struct peer_t:
-    uint32_t used, state
-    uint32_t theirs             # its index for us
-    uint32_t src                # our number for it
-    uint32_t number             # the number it gave us
-    uint32_t reason, told
-    uint32_t passing            # only ever refused: its place may be given to another
-    uint64_t incarnation, fi
-    uint32_t addrlen
-    uint8_t addr[512]
-    uint64_t out                # writes without completion
+cdef struct link_t:             # to a peer
+    uint64_t fi
     uint32_t injected           # small writes since the last that has a completion
-    # -- control messages to it
-    uint32_t slots              # that wait or are out
-    uint32_t ohead, otail       # slots that wait, 1 + number; 0: none
-    uint32_t queued             # it is among d.queued
-    uint32_t hello              # 1 + slot of a hello that is not out yet
-    # -- a message to it
-    uint32_t tx
-    uint64_t recv_len
-    # -- a message from it
-    uint32_t rx, rx_more        # rx_more: it has asked for its next already
-    uint64_t rx_total, rx_have, rx_ctx, rx_room, rx_next
-    void* rx_buf
 
-cdef struct imp_t:
-    uint64_t rkey, key, addr, len
-    uint32_t peer, used, dead, ack
-    uint64_t out
-
-cdef struct region_t:
-    uint64_t rkey, base, len, key
-    uint32_t used, leaving
-    uint32_t first              # of its importers; 0: none
-
-cdef struct pair_t:             # a peer that has imported a region
-    uint32_t peer, next
-    uint32_t told, gone         # told that the region goes; has answered
-
-cdef struct recv_t:
-    void* buf
-    uint64_t len, ctx
-
-cdef struct dom_t:
-    ofi_nic* nic
-    uint64_t incarnation
-    uint32_t down, failed, closing
+cdef struct own_t:              # of a domain
     xctx_t* x
     xctx_t* xfree
     uint32_t xfresh             # contexts from here on were never used
-    uint8_t* sbuf
-    uint8_t* rbuf
+    xctx_t* rctx
     void* sdesc
     void* rdesc
-    xctx_t* rctx
-    uint32_t sfree[NSEND]
-    uint32_t snext[NSEND]       # the next slot that waits for the same peer, 1 + number
-    uint32_t nsfree
-    uint32_t* queued            # peers for which slots wait
-    uint64_t qhead, qtail
-    uint32_t unposted[NRECV]    # receives that could not be posted again yet
-    uint32_t nunposted
-    peer_t* peer
-    uint32_t npeers
-    imp_t* imp
-    uint32_t nimp
-    region_t* region
-    pair_t* pair
-    uint32_t pfree, pfresh
-    recv_t* recv
-    uint64_t rhead, rtail, longest
-    uint32_t rwait              # peers that wait for a receive
-    uint32_t rfilling           # receives being filled
-    comp_t* comp
-    uint64_t chead, ctail
-    uint8_t* hello              # copies of hellos, for the fabric's thread
-    uint64_t hhead, htail
-    int hello_fd
-    uint64_t reply_id, reply_key, reply_addr, reply_rkey
-    uint32_t reply_status, reply_done
-    uint32_t reply_gone         # the region went while its import was being asked for
     uint64_t* by_fi             # peer + 1 by AV index, where completions name the source by it
-    uint64_t writes             # without completion
-    uint64_t nposts, garbage    # garbage: messages that were dropped
 
-include "ofi_wire.pxi"
-include "ofi_msg.pxi"
-include "ofi_heard.pxi"
+include "ctl_defs.pxi"
+include "ctl_wire.pxi"
+include "ctl_msg.pxi"
+include "ctl_heard.pxi"
 include "ofi_post.pxi"
 
 cdef fabric_ops_t OPS
@@ -232,14 +116,12 @@ OPS.size = sizeof(fabric_ops_t)
 OPS.post_write = ofi_post_write
 OPS.post_many = ofi_post_many
 OPS.post_pages = ofi_post_pages
-OPS.post_send = ofi_post_send
-OPS.post_recv = ofi_post_recv
+OPS.post_send = ctl_post_send
+OPS.post_recv = ctl_post_recv
 OPS.poll = ofi_poll_all
 OPS.arm = ofi_arm
-OPS.recv_len = ofi_recv_len
+OPS.recv_len = ctl_recv_len
 
-HEADER = sizeof(head_t)
-REFUSALS = {1: "incarnation", 2: "version", 3: "full", 4: "garbage"}
 
 
 # ---------------------------------------------------------------- Python
@@ -285,6 +167,7 @@ cdef class Api:
             free(buf)
 
 
+include "ctl_state.pxi"
 include "ofi_state.pxi"
 
 

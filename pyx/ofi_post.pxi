@@ -1,5 +1,56 @@
 # Writes, completions, sleeping; part of ofi.pyx.
 
+# ---------------------------------------------------------------- what the control messages of ctl_*.pxi stand on
+
+cdef inline bint means_lost(int err) noexcept nogil:
+    """errno values by which providers say that the other end is gone (104, 107, 125 on tcp; 113, 103 on efa)."""
+    return err in (104, 107, 125, 103, 113, 111, 32, 108, 110)
+
+cdef inline xctx_t* xtake(dom_t* d) noexcept nogil:
+    """A context. Those never used yet are taken last, so that memory is touched only as far as it is needed."""
+    cdef xctx_t* x = d.own.xfree
+    if x != NULL:
+        d.own.xfree = x.next
+    elif d.own.xfresh < CONTEXTS:
+        x = &d.own.x[d.own.xfresh]
+        d.own.xfresh += 1
+    return x
+
+cdef inline void xgive(dom_t* d, xctx_t* x) noexcept nogil:
+    x.next = d.own.xfree
+    d.own.xfree = x
+
+cdef bint ship(dom_t* d, uint32_t s, uint32_t peer) noexcept nogil:
+    """Posts slot s; False when the provider has no room for it now. True: out, or dropped with its peer."""
+    cdef head_t* h = slot_head(d, s)
+    cdef xctx_t* x = xtake(d)
+    cdef int rc
+    if x == NULL:
+        return False
+    x.kind = X_CTRL
+    x.slot = s
+    x.peer = peer
+    rc = ofi_send(d.nic, h, sizeof(head_t) + h.len, d.own.sdesc, d.peer[peer].link.fi, x)
+    if rc == 0:
+        return True
+    xgive(d, x)
+    if rc == EAGAIN_ and d.peer[peer].state != P_LOST:
+        return False
+    sgive(d, s, peer)
+    if rc != EAGAIN_ and means_lost(-rc):
+        lose(d, peer)
+    return True
+
+cdef void repost(dom_t* d, uint32_t r) noexcept nogil:
+    cdef xctx_t* x = &d.own.rctx[r]
+    x.kind = X_RECV
+    x.slot = r
+    if ofi_recv(d.nic, d.rbuf + <uint64_t>r * SLOT, SLOT, d.own.rdesc, x) != 0:
+        d.unposted[d.nunposted] = r
+        d.nunposted += 1
+
+# ---------------------------------------------------------------- writes
+
 cdef inline int post1(dom_t* d, write_t* w, bint inject) noexcept nogil:
     """One write. FI_MORE is not asked for: tcp ignores it, and efa leaves what came before in its queue, the doorbell
     not rung, when the last post of a batch is refused."""
@@ -25,11 +76,11 @@ cdef inline int post1(dom_t* d, write_t* w, bint inject) noexcept nogil:
         data |= <uint64_t>p.number << 32
     # Small ones are copied at once and done, which means "source reusable" on these providers. Now and then one goes
     # the long way, whose completion is counted, so that a peer which takes nothing can hold only so many.
-    if inject and w.len and w.len <= d.nic.inject and p.injected < INJECTS and not w.flags & F_LANDED and \
+    if inject and w.len and w.len <= d.nic.inject and p.link.injected < INJECTS and not w.flags & F_LANDED and \
             not d.nic.landed:
-        rc = ofi_inject(d.nic, <void*>w.src, w.len, p.fi, m.addr + w.dst, m.key, data, (w.flags & F_IMM) != 0)
+        rc = ofi_inject(d.nic, <void*>w.src, w.len, p.link.fi, m.addr + w.dst, m.key, data, (w.flags & F_IMM) != 0)
         if rc == 0:
-            p.injected += 1
+            p.link.injected += 1
             d.nposts += 1
             return POST_DONE
         return refused(d, w.peer, rc)
@@ -42,11 +93,11 @@ cdef inline int post1(dom_t* d, write_t* w, bint inject) noexcept nogil:
     x.user = w.ctx
     x.peer = w.peer
     x.slot = <uint32_t>w.rkey
-    rc = ofi_write(d.nic, <void*>w.src, w.len, <void*>w.lkey, p.fi, m.addr + w.dst, m.key, data, (w.flags & F_IMM) != 0,
+    rc = ofi_write(d.nic, <void*>w.src, w.len, <void*>w.lkey, p.link.fi, m.addr + w.dst, m.key, data, (w.flags & F_IMM) != 0,
                    (w.flags & F_LANDED) != 0, x)
     if rc == 0:
         p.out += 1
-        p.injected = 0
+        p.link.injected = 0
         m.out += 1
         d.writes += 1
         d.nposts += 1
@@ -123,7 +174,7 @@ cdef void failed(dom_t* d, xctx_t* x, ofi_comp* c) noexcept nogil:
             e.status = FE_REMOTE_KEY
         else:
             e.status = FE_PROVIDER
-        write_over(d, x)
+        write_over(d, x.peer, x.slot)
     if lost and d.peer[x.peer].state != P_LOST:
         lose(d, x.peer)
     xgive(d, x)
@@ -139,15 +190,15 @@ cdef inline void one_over(dom_t* d, ofi_comp* c) noexcept nogil:
         e.count = 1
         if d.nic.data8:
             e.src = <uint32_t>(c.data >> 32)
-        elif c.src < AV_MOST and d.by_fi[c.src]:
-            e.src = d.peer[d.by_fi[c.src] - 1].src
+        elif c.src < AV_MOST and d.own.by_fi[c.src]:
+            e.src = d.peer[d.own.by_fi[c.src] - 1].src
     elif x == NULL:
         return
     elif x.kind == X_WRITE:
         e = comp(d, C_DONE)
         e.ctx = x.user
         e.count = 1
-        write_over(d, x)
+        write_over(d, x.peer, x.slot)
         xgive(d, x)
     elif x.kind == X_CTRL:
         sgive(d, x.slot, x.peer)

@@ -1,4 +1,4 @@
-# Control messages that arrive, and the life of regions and imports; part of ofi.pyx.
+# Control messages that arrive, and the life of regions and imports; part of ofi.pyx and verbs.pyx.
 
 cdef void heard(dom_t* d, head_t* h, uint64_t n) noexcept nogil:
     """One control message. Nothing in it is trusted; what does not fit is dropped and counted."""
@@ -10,7 +10,7 @@ cdef void heard(dom_t* d, head_t* h, uint64_t n) noexcept nogil:
         if d.htail - d.hhead < HELLOS:          # else it comes again
             memcpy(d.hello + (d.htail % HELLOS) * SLOT, h, sizeof(head_t) + h.len)
             st_rel64(&d.htail, d.htail + 1)
-            ofi_signal(d.hello_fd)
+            ctl_signal(d.hello_fd)
         return
     i = h.to_idx
     if i >= d.npeers or h.target != d.incarnation or (h.version != WIRE_VERSION and h.type != T_REFUSED):
@@ -111,7 +111,7 @@ cdef void import_asked(dom_t* d, uint32_t i, head_t* h) noexcept nogil:
     if a == NULL:
         return
     a.a, a.b, a.c, a.len = h.a, 0, g.key, 8
-    (<uint64_t*>(a + 1))[0] = g.base if d.nic.virt_addr else 0
+    (<uint64_t*>(a + 1))[0] = g.addr
     post_message(d, s, i)
 
 cdef void let_go(dom_t* d, uint32_t peer, uint64_t rkey) noexcept nogil:
@@ -170,10 +170,10 @@ cdef void gone(dom_t* d, uint32_t peer, uint64_t rkey) noexcept nogil:
     if writes_out(d, peer, rkey) == 0:
         tell(d, peer, T_GONE_ACK, 0, rkey, 0)
 
-cdef void write_over(dom_t* d, xctx_t* x) noexcept nogil:
+cdef void write_over(dom_t* d, uint32_t peer, uint32_t imp) noexcept nogil:
     """A write has left the provider: the owner of its target may wait for that."""
-    cdef imp_t* m = &d.imp[x.slot]
-    d.peer[x.peer].out -= 1
+    cdef imp_t* m = &d.imp[imp]
+    d.peer[peer].out -= 1
     d.writes -= 1
     m.out -= 1
     if m.ack and m.out == 0:
@@ -185,6 +185,6 @@ cdef extern from *:
     """
     #include <sys/eventfd.h>
     #include <unistd.h>
-    static void ofi_signal(int fd) { uint64_t one = 1; ssize_t k = write(fd, &one, 8); (void)k; }
+    static void ctl_signal(int fd) { uint64_t one = 1; ssize_t k = write(fd, &one, 8); (void)k; }
     """
-    void ofi_signal(int) noexcept nogil
+    void ctl_signal(int) noexcept nogil

@@ -1,4 +1,4 @@
-# Messages of the application: a rendezvous, so that nobody sends what has no receive; part of ofi.pyx.
+# Messages of the application: a rendezvous, so that nobody sends what has no receive; part of ofi.pyx and verbs.pyx.
 
 cdef void forget_messages(dom_t* d, peer_t* p) noexcept nogil:
     """The peer is gone: a receive that it was filling goes back to the head of the pool."""
@@ -84,7 +84,7 @@ cdef void fragment(dom_t* d, uint32_t i, head_t* h) noexcept nogil:
         p.rx_more = 0
         asked(d, i, p.rx_next)
 
-cdef int ofi_post_send(void* dom, send_t* s) noexcept nogil:
+cdef int ctl_post_send(void* dom, send_t* s) noexcept nogil:
     """`at` 0: nothing was said; 1: asked; above: 1 + bytes out."""
     cdef dom_t* d = <dom_t*>dom
     cdef peer_t* p
@@ -125,7 +125,7 @@ cdef int ofi_post_send(void* dom, send_t* s) noexcept nogil:
     p.tx = TX_IDLE
     return POST_DONE
 
-cdef int ofi_post_recv(void* dom, void* buf, uint64_t n, uint64_t lkey, uint64_t ctx) noexcept nogil:
+cdef int ctl_post_recv(void* dom, void* buf, uint64_t n, uint64_t lkey, uint64_t ctx) noexcept nogil:
     cdef dom_t* d = <dom_t*>dom
     cdef recv_t* r
     if d.rtail - d.rhead + d.rfilling >= RECVS - 1:      # those being filled may have to come back
@@ -139,6 +139,6 @@ cdef int ofi_post_recv(void* dom, void* buf, uint64_t n, uint64_t lkey, uint64_t
         grant_all(d)
     return POST_QUEUED
 
-cdef uint64_t ofi_recv_len(void* dom, uint32_t peer) noexcept nogil:
+cdef uint64_t ctl_recv_len(void* dom, uint32_t peer) noexcept nogil:
     cdef dom_t* d = <dom_t*>dom
     return d.peer[peer].recv_len if peer < d.npeers else 0

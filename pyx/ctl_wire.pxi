@@ -1,4 +1,4 @@
-# Completions for the engine, the end of a peer, control messages on their way out; part of ofi.pyx.
+# Completions for the engine, the end of a peer, control messages on their way out; part of ofi.pyx and verbs.pyx.
 
 cdef inline comp_t* comp(dom_t* d, uint32_t kind) noexcept nogil:
     cdef comp_t* c = &d.comp[d.ctail % COMPS]
@@ -7,10 +7,6 @@ cdef inline comp_t* comp(dom_t* d, uint32_t kind) noexcept nogil:
     c.src = NO_SRC
     d.ctail += 1
     return c
-
-cdef inline bint means_lost(int err) noexcept nogil:
-    """errno values by which providers say that the other end is gone (104, 107, 125 on tcp; 113, 103 on efa)."""
-    return err in (104, 107, 125, 103, 113, 111, 32, 108, 110)
 
 cdef void lose(dom_t* d, uint32_t i) noexcept nogil:
     """A peer is gone: its posts are refused from now on, what it was sending is dropped, and its end is told once."""
@@ -32,21 +28,7 @@ cdef void nic_failed(dom_t* d) noexcept nogil:
         d.failed = 1
         comp(d, C_NIC_DOWN)
 
-# ---------------------------------------------------------------- contexts and slots
-
-cdef inline xctx_t* xtake(dom_t* d) noexcept nogil:
-    """A context. Those never used yet are taken last, so that memory is touched only as far as it is needed."""
-    cdef xctx_t* x = d.xfree
-    if x != NULL:
-        d.xfree = x.next
-    elif d.xfresh < CONTEXTS:
-        x = &d.x[d.xfresh]
-        d.xfresh += 1
-    return x
-
-cdef inline void xgive(dom_t* d, xctx_t* x) noexcept nogil:
-    x.next = d.xfree
-    d.xfree = x
+# ---------------------------------------------------------------- slots
 
 cdef inline head_t* slot_head(dom_t* d, uint32_t s) noexcept nogil:
     return <head_t*>(d.sbuf + <uint64_t>s * SLOT)
@@ -71,27 +53,6 @@ cdef void drain(dom_t* d, uint32_t i) noexcept nogil:
 # ---------------------------------------------------------------- control messages on their way out
 # Each peer has a queue of its own: one that takes nothing (unreachable, stopped) holds up nobody else. The share of
 # slots that a peer may have is bounded for the same reason, and fragments of messages leave room for what is internal.
-
-cdef bint ship(dom_t* d, uint32_t s, uint32_t peer) noexcept nogil:
-    """Posts slot s; False when the provider has no room for it now. True: out, or dropped with its peer."""
-    cdef head_t* h = slot_head(d, s)
-    cdef xctx_t* x = xtake(d)
-    cdef int rc
-    if x == NULL:
-        return False
-    x.kind = X_CTRL
-    x.slot = s
-    x.peer = peer
-    rc = ofi_send(d.nic, h, sizeof(head_t) + h.len, d.sdesc, d.peer[peer].fi, x)
-    if rc == 0:
-        return True
-    xgive(d, x)
-    if rc == EAGAIN_ and d.peer[peer].state != P_LOST:
-        return False
-    sgive(d, s, peer)
-    if rc != EAGAIN_ and means_lost(-rc):
-        lose(d, peer)
-    return True
 
 cdef bint push_out(dom_t* d, uint32_t i) noexcept nogil:
     """What waits to go to a peer, in its order; whether all of it is gone."""
@@ -167,11 +128,3 @@ cdef bint tell(dom_t* d, uint32_t peer, uint16_t kind, uint64_t a, uint64_t b, u
     h.a, h.b, h.c = a, b, c
     post_message(d, s, peer)
     return True
-
-cdef void repost(dom_t* d, uint32_t r) noexcept nogil:
-    cdef xctx_t* x = &d.rctx[r]
-    x.kind = X_RECV
-    x.slot = r
-    if ofi_recv(d.nic, d.rbuf + <uint64_t>r * SLOT, SLOT, d.rdesc, x) != 0:
-        d.unposted[d.nunposted] = r
-        d.nunposted += 1
