@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import itertools
 import logging
 import os
 import secrets
@@ -138,8 +139,12 @@ class PeerGroup:
 class RecvPool:
     """A rotating pool of receive buffers; made by TransferEngine.submit_recvs()."""
 
-    def __init__(self, engine: TransferEngine, length: int, count: int, cb: Callable[[memoryview, NetAddr | None], Any]) -> None:
+    def __init__(
+        self, engine: TransferEngine, number: int, length: int, count: int, cb: Callable[[memoryview, NetAddr | None], Any]
+    ) -> None:
         self.length, self.count, self.cb = length, count, cb
+        self._number, self._left = number, count
+        self._lock = threading.Lock()
         self._engine = weakref.ref(engine)
         self._stride = (length + 63) & ~63
         self._buffer = HostBuffer(max(64, self._stride * count))
@@ -148,11 +153,11 @@ class RecvPool:
         self._posted: list[_worker.Transfer] = []
         self.freed = False
 
-    def _post(self, number: int) -> None:
+    def _post(self) -> None:
         engine = self._engine()
         assert engine is not None
         for i in range(self.count):
-            self._posted.append(engine._post_recv(self._handle, i * self._stride, self.length, number, i))
+            self._posted.append(engine._post_recv(self._handle, i * self._stride, self.length, self._number, i))
 
     def _deliver(self, engine: TransferEngine, index: int, length: int, source: NetAddr | None) -> None:
         start = index * self._stride
@@ -161,12 +166,49 @@ class RecvPool:
             self.cb(view, source)
         finally:
             view.release()
-            if not self.freed and not engine.closed:
-                engine._repost_recv(self._posted[index])
+            with self._lock:
+                again = not self.freed
+                if again and not engine.closed:
+                    engine._repost_recv(self._posted[index])
+            if not again:
+                self._handle.group.end_recv(self._posted[index])
+                self._over(engine, 1)
 
     def free(self) -> None:
-        """Stop re-posting. Messages that land in buffers posted before are still handed to the callback."""
-        self.freed = True
+        """Take the buffers back. Idempotent; from any thread, also from the callback.
+
+        A message that is being received, or waits for its callback, is still handed to it; the memory is given back with
+        the last of them. Senders with a message that is longer than all other buffers here get MessageTooLong; if there
+        are no others, they are held back until there are or their time is up.
+        """
+        engine = self._engine()
+        with self._lock:
+            if self.freed:
+                return
+            self.freed = True
+        if engine is None or engine.closed:
+            return
+        group, n = self._handle.group, 0
+        with engine._recv_lock:
+            longest = max((p.length for p in engine._pools.values() if p is not self), default=0)
+            for t in self._posted:
+                if group.withdraw(t, longest):
+                    group.end_recv(t)
+                    n += 1
+            group.longest_recv(longest)
+        self._over(engine, n)
+
+    def _over(self, engine: TransferEngine, n: int) -> None:
+        """So many buffers have ended; with the last one the memory goes."""
+        with self._lock:
+            self._left -= n
+            if n == 0 or self._left:
+                return
+        with engine._recv_lock:
+            engine._pools.pop(self._number, None)
+        engine.dereg_mr(self._handle)
+        self._posted.clear()
+        del self._bytes, self._handle, self._buffer
 
 
 class UvmWatcher:
@@ -294,6 +336,8 @@ class TransferEngine(_worker.EngineBase):
         self._graves: list[_worker.RemoteMr] = []
         self._handles: dict[int, _worker.MrHandle] = {}
         self._pools: dict[int, RecvPool] = {}
+        self._pool_numbers = itertools.count()
+        self._recv_lock = threading.Lock()  # posting and taking back receives
         self._watchers: dict[int, UvmWatcher] = {}
         self._expecting: dict[NetAddr, weakref.WeakSet[_worker.Transfer]] = {}
         self._imm_free: deque[int] = deque(range(1 << _INDEX_BITS))
@@ -756,11 +800,10 @@ class TransferEngine(_worker.EngineBase):
             raise errors.OutOfRange(f"count is {count}; a pool has 1 .. 65536 buffers")
         if not callable(cb):
             raise TypeError(f"cb must be callable, not {type(cb).__name__}")
-        pool = RecvPool(self, length, count, cb)
-        with self._lock:
-            number = len(self._pools)
-            self._pools[number] = pool
-        pool._post(number)
+        with self._recv_lock:
+            number = next(self._pool_numbers)
+            pool = self._pools[number] = RecvPool(self, number, length, count, cb)
+            pool._post()
         return pool
 
     def _received(self, number: int, index: int, length: int, source: int) -> None:

@@ -32,6 +32,8 @@ cdef enum:
     T_NAK = 10
     T_FRAG = 11
     T_BYE = 12
+    T_UNRTS = 13                # the sender takes its message back
+    T_UNRTS_ACK = 14
 
     P_NEW = 0                   # states of a peer, as the sending side sees it
     P_ASKED = 1
@@ -43,6 +45,8 @@ cdef enum:
     TX_ASKED = 1
     TX_GRANTED = 2
     TX_TOO_LONG = 3
+    TX_TAKEN_BACK = 4           # and the peer has not confirmed that yet
+    TX_VOID = 5
 
     RX_NONE = 0                 # a message from a peer
     RX_WAITS = 1                # for a receive
@@ -76,8 +80,11 @@ cdef struct peer_t:
     # -- a message to it
     uint32_t tx
     uint64_t recv_len
+    uint64_t tx_seq             # its number
     # -- a message from it
     uint32_t rx, rx_more        # rx_more: it has asked for its next already
+    uint64_t rx_seq             # the highest number that was asked for or taken back
+    uint32_t rx_ack             # the taking back of that one is still to be confirmed
     uint64_t rx_total, rx_have, rx_ctx, rx_room, rx_next
     void* rx_buf
 
@@ -124,6 +131,7 @@ cdef struct dom_t:
     recv_t* recv
     uint64_t rhead, rtail, longest
     uint32_t rwait              # peers that wait for a receive
+    uint32_t rack               # peers with an rx_ack
     uint32_t rfilling           # receives being filled
     comp_t* comp
     uint64_t chead, ctail

@@ -48,16 +48,22 @@ cdef void from_peer(dom_t* d, uint32_t i, head_t* h) noexcept nogil:
         let_go(d, i, h.b)
     elif h.type == T_RTS:
         p.theirs = h.from_idx
-        asked(d, i, h.a)
+        asked(d, i, h.a, h.b)
     elif h.type == T_CTS:
-        if p.tx == TX_ASKED:
+        if p.tx == TX_ASKED and h.b == p.tx_seq:
             p.tx = TX_GRANTED
     elif h.type == T_NAK:
-        if p.tx == TX_ASKED:
+        if p.tx == TX_ASKED and h.b == p.tx_seq:
             p.tx = TX_TOO_LONG
             p.recv_len = h.a
     elif h.type == T_FRAG:
         fragment(d, i, h)
+    elif h.type == T_UNRTS:
+        p.theirs = h.from_idx
+        taken_back(d, i, h.b)
+    elif h.type == T_UNRTS_ACK:
+        if p.tx == TX_TAKEN_BACK and h.b == p.tx_seq:
+            p.tx = TX_VOID
     elif h.type == T_BYE:
         lose(d, i)
     else:

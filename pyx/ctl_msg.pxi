@@ -1,7 +1,7 @@
 # Messages of the application: a rendezvous, so that nobody sends what has no receive; part of ofi.pyx and verbs.pyx.
 
-cdef void forget_messages(dom_t* d, peer_t* p) noexcept nogil:
-    """The peer is gone: a receive that it was filling goes back to the head of the pool."""
+cdef void drop_message(dom_t* d, peer_t* p) noexcept nogil:
+    """A message from a peer that will not come: the receive that it has goes back to the head of the pool."""
     if p.rx == RX_FILLING:
         d.rfilling -= 1
         d.rhead -= 1
@@ -11,13 +11,23 @@ cdef void forget_messages(dom_t* d, peer_t* p) noexcept nogil:
     elif p.rx == RX_WAITS:
         d.rwait -= 1
     p.rx = RX_NONE
+
+cdef void forget_messages(dom_t* d, peer_t* p) noexcept nogil:
+    """The peer is gone."""
+    drop_message(d, p)
+    if p.rx_ack:
+        p.rx_ack = 0
+        d.rack -= 1
     p.tx = TX_IDLE
     p.rx_more = 0
 
-cdef void asked(dom_t* d, uint32_t i, uint64_t total) noexcept nogil:
+cdef void asked(dom_t* d, uint32_t i, uint64_t total, uint64_t seq) noexcept nogil:
     """A peer has a message of so many bytes. Where the provider keeps no order it may ask for its next before the last
-    fragment of this one is here."""
+    fragment of this one is here; and a message may be taken back before it was asked for."""
     cdef peer_t* p = &d.peer[i]
+    if seq <= p.rx_seq:
+        return
+    p.rx_seq = seq
     if p.rx == RX_FILLING:
         p.rx_more, p.rx_next = 1, total
     elif p.rx == RX_NONE:
@@ -25,6 +35,37 @@ cdef void asked(dom_t* d, uint32_t i, uint64_t total) noexcept nogil:
         p.rx_total = total
         d.rwait += 1
         grant(d, i)
+
+cdef void taken_back(dom_t* d, uint32_t i, uint64_t seq) noexcept nogil:
+    """A peer takes a message back of which it has sent no fragment yet."""
+    cdef peer_t* p = &d.peer[i]
+    if seq < p.rx_seq:
+        return
+    if seq > p.rx_seq:              # it comes later, and is dropped then
+        p.rx_seq = seq
+    elif p.rx_more:
+        p.rx_more = 0
+    elif p.rx == RX_WAITS or p.rx == RX_FILLING and p.rx_have == 0:
+        drop_message(d, p)
+    if not p.rx_ack:
+        p.rx_ack = 1
+        d.rack += 1
+    confirm(d, i)
+    if d.rwait:
+        grant_all(d)
+
+cdef void confirm(dom_t* d, uint32_t i) noexcept nogil:
+    cdef peer_t* p = &d.peer[i]
+    if p.rx_ack and tell(d, i, T_UNRTS_ACK, 0, p.rx_seq, 0) and p.rx_ack:   # telling it may lose it
+        p.rx_ack = 0
+        d.rack -= 1
+
+cdef void confirm_all(dom_t* d) noexcept nogil:
+    cdef uint32_t i
+    for i in range(d.npeers):
+        if d.rack == 0:
+            return
+        confirm(d, i)
 
 cdef bint take_recv(dom_t* d, peer_t* p) noexcept nogil:
     """The oldest posted receive that is long enough."""
@@ -48,13 +89,13 @@ cdef void grant(dom_t* d, uint32_t i) noexcept nogil:
     if d.longest and p.rx_total > d.longest:
         p.rx = RX_NONE
         d.rwait -= 1
-        tell(d, i, T_NAK, d.longest, 0, 0)
+        tell(d, i, T_NAK, d.longest, p.rx_seq, 0)
     elif take_recv(d, p):
         p.rx = RX_FILLING
         p.rx_have = 0
         d.rfilling += 1
         d.rwait -= 1
-        tell(d, i, T_CTS, 0, 0, 0)
+        tell(d, i, T_CTS, 0, p.rx_seq, 0)
 
 cdef void grant_all(dom_t* d) noexcept nogil:
     cdef uint32_t i
@@ -82,7 +123,10 @@ cdef void fragment(dom_t* d, uint32_t i, head_t* h) noexcept nogil:
     c.src = p.src
     if p.rx_more:
         p.rx_more = 0
-        asked(d, i, p.rx_next)
+        p.rx = RX_WAITS
+        p.rx_total = p.rx_next
+        d.rwait += 1
+        grant(d, i)
 
 cdef int ctl_post_send(void* dom, send_t* s) noexcept nogil:
     """`at` 0: nothing was said; 1: asked; above: 1 + bytes out."""
@@ -97,8 +141,9 @@ cdef int ctl_post_send(void* dom, send_t* s) noexcept nogil:
         return -FE_PEER_LOST
     p = &d.peer[s.peer]
     if s.at == 0:
-        if p.tx != TX_IDLE or not tell(d, s.peer, T_RTS, s.len, 0, 0):
+        if p.tx != TX_IDLE or not tell(d, s.peer, T_RTS, s.len, p.tx_seq + 1, 0):
             return POST_FULL
+        p.tx_seq += 1
         if p.state != P_UP:         # lost by that very message
             return -FE_PEER_LOST
         p.tx = TX_ASKED
@@ -138,6 +183,38 @@ cdef int ctl_post_recv(void* dom, void* buf, uint64_t n, uint64_t lkey, uint64_t
     if d.rwait:
         grant_all(d)
     return POST_QUEUED
+
+cdef int ctl_cancel_recv(void* dom, uint64_t ctx, uint64_t longest) noexcept nogil:
+    cdef dom_t* d = <dom_t*>dom
+    cdef uint64_t i = d.rhead
+    cdef int found
+    while i < d.rtail and d.recv[i % RECVS].ctx != ctx:
+        i += 1
+    found = i < d.rtail
+    if found:
+        while i > d.rhead:
+            d.recv[i % RECVS] = d.recv[(i - 1) % RECVS]
+            i -= 1
+        d.rhead += 1
+    d.longest = longest
+    if d.rwait:                     # who waits with one that is too long now is told so
+        grant_all(d)
+    return found
+
+cdef int ctl_cancel_send(void* dom, send_t* s) noexcept nogil:
+    cdef dom_t* d = <dom_t*>dom
+    cdef peer_t* p
+    if s.at > 1:
+        return 0                    # fragments are out
+    if s.at == 1 and not d.down and not d.failed and s.peer < d.npeers and d.peer[s.peer].state == P_UP:
+        p = &d.peer[s.peer]
+        if (p.tx == TX_ASKED or p.tx == TX_GRANTED) and tell(d, s.peer, T_UNRTS, 0, p.tx_seq, 0):
+            p.tx = TX_TAKEN_BACK
+        if p.tx != TX_VOID and p.tx != TX_TOO_LONG and p.state == P_UP:
+            return 0
+        p.tx = TX_IDLE
+    s.at = 0
+    return 1
 
 cdef uint64_t ctl_recv_len(void* dom, uint32_t peer) noexcept nogil:
     cdef dom_t* d = <dom_t*>dom

@@ -24,8 +24,11 @@ cdef void lose(dom_t* d, uint32_t i) noexcept nogil:
 
 cdef void nic_failed(dom_t* d) noexcept nogil:
     """The completion queue itself fails: nothing of this domain can be told any more."""
+    cdef uint32_t i
     if not d.failed:
         d.failed = 1
+        for i in range(d.npeers):   # receives that were being filled can be had back
+            forget_messages(d, &d.peer[i])
         comp(d, C_NIC_DOWN)
 
 # ---------------------------------------------------------------- slots

@@ -117,6 +117,7 @@ cdef inline int poll_nic(group_t* g, uint32_t i) noexcept nogil:
             r = <req_t*>c[k].ctx
             r.n = c[k].len
             r.imm = c[k].src
+            r.part = 0
             r.cb_node.kind = CB_RECV
             r.cb_node.self = r
             cbq_push(g.cbq, &r.cb_node)

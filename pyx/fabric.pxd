@@ -106,6 +106,13 @@ cdef struct fabric_ops_t:
     int (*arm)(void* dom) noexcept nogil
     # The receive length of a peer, after FE_TOO_LONG (for the message); 0 unknown.
     uint64_t (*recv_len)(void* dom, uint32_t peer) noexcept nogil
+    # Takes a posted receive back. 1: nothing lands in it any more, and no completion follows; 0: a message has it (C_RECV
+    # follows or was given), or it was never posted. `longest`, which counts in both cases: length of the
+    # longest receive that stays in use, also if it is not posted just now; 0: none.
+    int (*cancel_recv)(void* dom, uint64_t ctx, uint64_t longest) noexcept nogil
+    # Takes a message back of which post_send left `at` above 0. 1: nothing of it will be delivered; 0: not (yet) possible:
+    # ask again, or go on with post_send.
+    int (*cancel_send)(void* dom, send_t* s) noexcept nogil
 
 cdef enum:
-    FABRIC_VERSION = 1
+    FABRIC_VERSION = 2

@@ -368,6 +368,48 @@ cdef class Group:
             kick(g)
         return was
 
+    def withdraw(self, Transfer t not None, uint64_t longest):
+        """Takes a receive buffer back that is posted or about to be; False: a message has it. `longest`: bytes of the longest
+        buffer of other pools, 0: there is none."""
+        cdef group_t* g = self.g
+        cdef req_t* r = t.r
+        cdef nic_t* d
+        cdef bint mine = False
+        with nogil:
+            lock_now(g)
+            progress_queue(g)
+            if r.listed:
+                backlog_del(g, r)
+                mine = True
+            elif r.part:
+                d = &g.nic[r.part - 1]
+                mine = d.dom == NULL or d.ops.cancel_recv(d.dom, <uint64_t>r, longest)
+                if mine:
+                    r.part = 0
+            unlock(g)
+            kick(g)
+        return mine
+
+    def longest_recv(self, uint64_t longest):
+        """Tells the fabric the length of the longest buffer in use, posted or not."""
+        cdef group_t* g = self.g
+        cdef uint32_t i
+        with nogil:
+            lock_now(g)
+            for i in range(g.nnics):
+                if g.nic[i].dom != NULL:
+                    g.nic[i].ops.cancel_recv(g.nic[i].dom, 0, longest)
+            unlock(g)
+            kick(g)
+
+    def end_recv(self, Transfer t not None):
+        """A receive buffer is not used any more."""
+        cdef group_t* g = self.g
+        with nogil:
+            lock_now(g)
+            finish(g, t.r, DONE)
+            unlock(g)
+
     def fail_transfer(self, Transfer t, int status):
         """Ends a pending transfer with an FE_ code."""
         cdef group_t* g = self.g

@@ -63,7 +63,7 @@ cdef struct rx_t:               # a lane as its receiver sees it
     uint32_t dying              # the sender is gone: drain, then report
     uint32_t got_head           # a message header has been read:
     void* buf                   # ... the receive it goes to, or NULL
-    uint64_t ctx, total, have
+    uint64_t ctx, room, total, have
 
 cdef struct pend_t:             # a bounced post: done when the receiver has passed `pos`
     uint64_t ctx, pos

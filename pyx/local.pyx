@@ -84,6 +84,8 @@ cdef struct dom_t:
     imp_t* imp
     recv_t* recv                # ring of posted receives
     uint64_t recv_head, recv_tail
+    uint64_t receiving          # receives that are being filled
+    uint64_t dropped            # messages that were longer than the receives left
     comp_t* comp                # completions to be polled
     uint64_t comp_head, comp_tail
     chaos_t* chaos
@@ -602,7 +604,7 @@ cdef int local_recv(void* dom, void* buf, uint64_t n, uint64_t lkey, uint64_t ct
     cdef dom_t* d = <dom_t*>dom
     cdef recv_t* r
     cdef int i
-    if d.recv_tail - d.recv_head >= RECVS:
+    if d.recv_tail - d.recv_head + d.receiving >= RECVS:     # those being filled may have to come back
         return POST_FULL
     r = &d.recv[d.recv_tail % RECVS]
     r.buf = buf
@@ -617,6 +619,29 @@ cdef int local_recv(void* dom, void* buf, uint64_t n, uint64_t lkey, uint64_t ct
         d.stalled[i] = 0
     return POST_QUEUED
 
+cdef int local_cancel_recv(void* dom, uint64_t ctx, uint64_t longest) noexcept nogil:
+    cdef dom_t* d = <dom_t*>dom
+    cdef uint64_t i = d.recv_head
+    cdef uint32_t w
+    cdef int found
+    while i < d.recv_tail and d.recv[i % RECVS].ctx != ctx:
+        i += 1
+    found = i < d.recv_tail
+    if found:
+        while i > d.recv_head:
+            d.recv[i % RECVS] = d.recv[(i - 1) % RECVS]
+            i -= 1
+        d.recv_head += 1
+        fadd32(&d.box.recv_free[d.nic], <uint32_t>-1)
+    st_rel64(&d.box.recv_len[d.nic], longest)
+    for w in range(LANE_WORDS):     # a message that waits may be too long for what is left
+        d.waiting[w] |= d.stalled[w]
+        d.stalled[w] = 0
+    return found
+
+cdef int local_cancel_send(void* dom, send_t* s) noexcept nogil:
+    return s.at == 0                # a stream: what was begun is sent to its end
+
 cdef bint take_recv(dom_t* d, uint64_t n, rx_t* r) noexcept nogil:
     """The oldest posted receive of at least n bytes."""
     cdef uint64_t i
@@ -630,7 +655,9 @@ cdef bint take_recv(dom_t* d, uint64_t n, rx_t* r) noexcept nogil:
             d.recv_head += 1
             fadd32(&d.box.recv_free[d.nic], <uint32_t>-1)
             r.buf = x.buf
+            r.room = x.len
             r.ctx = x.ctx
+            d.receiving += 1
             return True
     return False
 
@@ -641,8 +668,9 @@ cdef inline void ring_copy(void* to, uint8_t* ring, uint64_t pos, uint64_t n) no
         memcpy(<uint8_t*>to + k, ring, n - k)
 
 cdef int take_message(dom_t* d, uint32_t i, rx_t* r, lane_t* l, comp_t* out) noexcept nogil:
-    """1: a message is complete; 0: nothing more to be had; -1: it waits for a receive."""
-    cdef uint64_t tail = ld_acq64(&l.msg_tail), n
+    """1: a message is complete; 0: nothing more to be had; -1: it waits for a receive. One that was begun when there were longer
+    receives than there are now is dropped."""
+    cdef uint64_t tail = ld_acq64(&l.msg_tail), n, longest = d.box.recv_len[d.nic]
     cdef uint64_t head[2]
     if tail - r.msg_head > MSG_BYTES:
         r.dying = 1                 # no sender of ours writes that
@@ -654,7 +682,10 @@ cdef int take_message(dom_t* d, uint32_t i, rx_t* r, lane_t* l, comp_t* out) noe
         if head[1] != INBOX_MAGIC:
             r.dying = 1
             return 0
-        if not take_recv(d, head[0], r):
+        if longest and head[0] > longest:
+            r.buf = NULL
+            d.dropped += 1
+        elif not take_recv(d, head[0], r):
             return -1
         r.msg_head += 16
         r.total = head[0]
@@ -662,13 +693,17 @@ cdef int take_message(dom_t* d, uint32_t i, rx_t* r, lane_t* l, comp_t* out) noe
         r.got_head = 1
     n = min(tail - r.msg_head, r.total - r.have)
     if n:
-        ring_copy(<uint8_t*>r.buf + r.have, l.msg, r.msg_head, n)
+        if r.buf != NULL:
+            ring_copy(<uint8_t*>r.buf + r.have, l.msg, r.msg_head, n)
         r.msg_head += n
         r.have += n
     st_rel64(&l.msg_head, r.msg_head)
     if r.have < r.total:
         return 0
     r.got_head = 0
+    if r.buf == NULL:
+        return take_message(d, i, r, l, out)
+    d.receiving -= 1
     memset(out, 0, sizeof(comp_t))
     out.kind = C_RECV
     out.ctx = r.ctx
@@ -723,8 +758,17 @@ cdef int take_lane(dom_t* d, uint32_t i, comp_t* out, int most, bint* empty) noe
     return n
 
 cdef inline int report_dead(dom_t* d, uint32_t i, comp_t* out) noexcept nogil:
-    """A drained lane of a dead sender becomes free, and its end is told once."""
+    """A drained lane of a dead sender becomes free, and its end is told once. The receive of a message that it did not finish
+    goes back to the head of the ring."""
     cdef rx_t* r = &d.rx[i]
+    if r.got_head and r.buf != NULL:
+        d.recv_head -= 1
+        d.recv[d.recv_head % RECVS].buf = r.buf
+        d.recv[d.recv_head % RECVS].len = r.room
+        d.recv[d.recv_head % RECVS].ctx = r.ctx
+        d.receiving -= 1
+        fadd32(&d.box.recv_free[d.nic], 1)
+    r.got_head = 0
     memset(out, 0, sizeof(comp_t))
     out.kind = C_PEER_LOST
     out.ctx = <uint64_t>-1
@@ -811,6 +855,8 @@ OPS.post_recv = local_recv
 OPS.poll = local_poll
 OPS.arm = local_arm
 OPS.recv_len = local_recv_len
+OPS.cancel_recv = local_cancel_recv
+OPS.cancel_send = local_cancel_send
 
 INBOX_SIZE = sizeof(inbox_t)
 N_REGIONS = REGIONS

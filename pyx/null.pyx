@@ -194,6 +194,12 @@ cdef int arm(void* dom) noexcept nogil:
 cdef uint64_t recv_len(void* dom, uint32_t peer) noexcept nogil:
     return 0
 
+cdef int cancel_recv(void* dom, uint64_t ctx, uint64_t longest) noexcept nogil:
+    return ctx != 0         # nothing ever arrives
+
+cdef int cancel_send(void* dom, send_t* s) noexcept nogil:
+    return s.at == 0        # messages are taken whole
+
 cdef fabric_ops_t ops
 ops.version = FABRIC_VERSION
 ops.size = sizeof(fabric_ops_t)
@@ -205,6 +211,8 @@ ops.post_recv = post_recv
 ops.poll = poll
 ops.arm = arm
 ops.recv_len = recv_len
+ops.cancel_recv = cancel_recv
+ops.cancel_send = cancel_send
 
 
 @cython.final

@@ -121,6 +121,8 @@ OPS.post_recv = ctl_post_recv
 OPS.poll = ofi_poll_all
 OPS.arm = ofi_arm
 OPS.recv_len = ctl_recv_len
+OPS.cancel_recv = ctl_cancel_recv
+OPS.cancel_send = ctl_cancel_send
 
 
 

@@ -219,8 +219,11 @@ cdef inline void progress(dom_t* d) noexcept nogil:
         repost(d, d.unposted[d.nunposted])
         if d.nunposted == left:     # no room for it
             break
-    if d.rwait and d.nsfree:
-        grant_all(d)
+    if d.nsfree:
+        if d.rack:
+            confirm_all(d)
+        if d.rwait:
+            grant_all(d)
     if d.ctail - d.chead < COMPS // 2:
         k = ofi_poll(d.nic, c, 16)
         if k < 0:

@@ -331,14 +331,31 @@ cdef inline int post_targets(group_t* g, req_t* r, uint64_t* at, uint64_t end) n
             return 0
     return 1
 
+cdef inline int send_nic(group_t* g, req_t* r) noexcept nogil:
+    """The NIC that a message goes over, -1: none. The same one as long as it is up: a fabric may keep half of a message."""
+    cdef int i
+    for i in range(<int>g.nnics):
+        if g.nic[i].up and r.peer.at_nic[i] != NO_SRC and (r.nic == NIC_ANY or r.nic == <uint32_t>i):
+            return i
+    return -1
+
+cdef inline int taken_back(group_t* g, req_t* r) noexcept nogil:
+    """A message whose request has ended: 1 when nothing of it can be delivered any more."""
+    cdef int i = send_nic(g, r)
+    if i >= 0:
+        r.send.peer = r.peer.at_nic[i]
+        if not g.nic[i].ops.cancel_send(g.nic[i].dom, &r.send):
+            return 0
+    r.send.at = 0
+    if r.peer.half == <void*>r:
+        r.peer.half = NULL
+    return 1
+
 cdef inline int post_send(group_t* g, req_t* r) noexcept nogil:
     cdef nic_t* d
-    cdef uint32_t i, peer
-    cdef int rc
-    for i in range(g.nnics):
-        if g.nic[i].up and r.peer.at_nic[i] != NO_SRC:
-            break
-    else:
+    cdef uint32_t peer
+    cdef int rc, i = send_nic(g, r)
+    if i < 0:
         refuse(r, FE_NIC)
         return 1
     d = &g.nic[i]
@@ -377,7 +394,10 @@ cdef inline int post_recv(group_t* g, req_t* r) noexcept nogil:
     else:
         return 1
     d = &g.nic[i]
-    return d.ops.post_recv(d.dom, <void*>r.src, r.len, r.lmr.lkey[i], <uint64_t>r) != POST_FULL
+    if d.ops.post_recv(d.dom, <void*>r.src, r.len, r.lmr.lkey[i], <uint64_t>r) == POST_FULL:
+        return 0
+    r.part = 1 + i                  # where it is
+    return 1
 
 cdef inline int post_redo(group_t* g, req_t* r) noexcept nogil:
     """What a failed NIC left undone goes over the others."""
@@ -413,7 +433,7 @@ cdef inline int post(group_t* g, req_t* r) noexcept nogil:
     """Posts what can be posted of a request now; 1 when nothing is left to post."""
     if r.redo != NULL and not post_redo(g, r):
         return 0
-    if r.stopped and not half_sent(r):
+    if r.stopped and (not half_sent(r) or taken_back(g, r)):
         return 1
     if r.op == OP_WRITE:
         if r.rmr.peer.lost:
