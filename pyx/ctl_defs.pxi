@@ -19,6 +19,8 @@ cdef enum:
     RECVS = 65536
     COMPS = 16384
     HELLOS = 64
+    FENCES = 1024
+    FENCE_AGAIN = 200000000     # ns without an answer after which fences are sent again
 
     T_HELLO = 1
     T_WELCOME = 2
@@ -34,6 +36,8 @@ cdef enum:
     T_BYE = 12
     T_UNRTS = 13                # the sender takes its message back
     T_UNRTS_ACK = 14
+    T_FENCE = 15                # what was written before has it landed?
+    T_FENCED = 16
 
     P_NEW = 0                   # states of a peer, as the sending side sees it
     P_ASKED = 1
@@ -85,6 +89,9 @@ cdef struct peer_t:
     uint32_t rx, rx_more        # rx_more: it has asked for its next already
     uint64_t rx_seq             # the highest number that was asked for or taken back
     uint32_t rx_ack             # the taking back of that one is still to be confirmed
+    uint32_t fence_due          # so is its fence
+    uint64_t fence_seen         # the number of its last one
+    uint64_t fences             # the number of our last one to it
     uint64_t rx_total, rx_have, rx_ctx, rx_room, rx_next
     void* rx_buf
 
@@ -106,6 +113,10 @@ cdef struct pair_t:             # a peer that has imported a region
 cdef struct recv_t:
     void* buf
     uint64_t len, ctx
+
+cdef struct fence_t:
+    uint64_t ctx, number
+    uint32_t peer
 
 cdef struct dom_t:
     nic_t* nic
@@ -131,7 +142,10 @@ cdef struct dom_t:
     recv_t* recv
     uint64_t rhead, rtail, longest
     uint32_t rwait              # peers that wait for a receive
-    uint32_t rack               # peers with an rx_ack
+    uint32_t rack               # peers with an rx_ack or a fence_due
+    fence_t* fence              # those that wait for their answer
+    uint32_t nfences
+    uint64_t fence_told         # when they were last sent
     uint32_t rfilling           # receives being filled
     comp_t* comp
     uint64_t chead, ctail

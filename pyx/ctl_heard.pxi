@@ -64,6 +64,15 @@ cdef void from_peer(dom_t* d, uint32_t i, head_t* h) noexcept nogil:
     elif h.type == T_UNRTS_ACK:
         if p.tx == TX_TAKEN_BACK and h.b == p.tx_seq:
             p.tx = TX_VOID
+    elif h.type == T_FENCE:
+        p.theirs = h.from_idx
+        p.fence_seen = h.b          # after all that was written before: fabrics that need fences keep order
+        if not p.fence_due:
+            p.fence_due = 1
+            d.rack += 1
+        confirm(d, i)
+    elif h.type == T_FENCED:
+        fenced(d, i, h.b, 0)
     elif h.type == T_BYE:
         lose(d, i)
     else:

@@ -15,9 +15,8 @@ cdef void drop_message(dom_t* d, peer_t* p) noexcept nogil:
 cdef void forget_messages(dom_t* d, peer_t* p) noexcept nogil:
     """The peer is gone."""
     drop_message(d, p)
-    if p.rx_ack:
-        p.rx_ack = 0
-        d.rack -= 1
+    d.rack -= p.rx_ack + p.fence_due
+    p.rx_ack = p.fence_due = 0
     p.tx = TX_IDLE
     p.rx_more = 0
 
@@ -59,6 +58,9 @@ cdef void confirm(dom_t* d, uint32_t i) noexcept nogil:
     if p.rx_ack and tell(d, i, T_UNRTS_ACK, 0, p.rx_seq, 0) and p.rx_ack:   # telling it may lose it
         p.rx_ack = 0
         d.rack -= 1
+    if p.fence_due and tell(d, i, T_FENCED, 0, p.fence_seen, 0) and p.fence_due:
+        p.fence_due = 0
+        d.rack -= 1
 
 cdef void confirm_all(dom_t* d) noexcept nogil:
     cdef uint32_t i
@@ -66,6 +68,52 @@ cdef void confirm_all(dom_t* d) noexcept nogil:
         if d.rack == 0:
             return
         confirm(d, i)
+
+cdef int ctl_fence(void* dom, uint32_t peer, uint64_t ctx) noexcept nogil:
+    cdef dom_t* d = <dom_t*>dom
+    cdef peer_t* p
+    if d.down or d.failed:
+        return -FE_NIC
+    if peer >= d.npeers or d.peer[peer].state != P_UP:
+        return -FE_PEER_LOST
+    p = &d.peer[peer]
+    if d.nfences == FENCES or not tell(d, peer, T_FENCE, 0, p.fences + 1, 0):
+        return POST_FULL
+    if p.state != P_UP:             # lost by that very message
+        return -FE_PEER_LOST
+    p.fences += 1
+    d.fence[d.nfences].ctx, d.fence[d.nfences].number, d.fence[d.nfences].peer = ctx, p.fences, peer
+    if d.nfences == 0:
+        d.fence_told = now_ns()
+    d.nfences += 1
+    return POST_QUEUED
+
+cdef void fence_again(dom_t* d) noexcept nogil:
+    """Asks again whom we wait for: some providers notice the death of a peer only when something is sent to it."""
+    cdef uint32_t k = 0, left
+    cdef uint64_t now = now_ns()
+    if now - d.fence_told < FENCE_AGAIN:
+        return
+    d.fence_told = now
+    while k < d.nfences:
+        left = d.nfences
+        if d.fence[k].number == d.peer[d.fence[k].peer].fences:    # once a peer: for its last one
+            tell(d, d.fence[k].peer, T_FENCE, 0, d.fence[k].number, 0)
+        if d.nfences == left:           # else the peer was lost by that, and others have moved
+            k += 1
+
+cdef void fenced(dom_t* d, uint32_t peer, uint64_t number, int32_t status) noexcept nogil:
+    """The fences of a peer up to `number` are answered."""
+    cdef uint32_t k = 0
+    cdef comp_t* c
+    while k < d.nfences:
+        if d.fence[k].peer != peer or d.fence[k].number > number:
+            k += 1
+            continue
+        c = comp(d, C_ERROR if status else C_DONE)
+        c.ctx, c.count, c.status = d.fence[k].ctx, 1, status
+        d.nfences -= 1
+        d.fence[k] = d.fence[d.nfences]
 
 cdef bint take_recv(dom_t* d, peer_t* p) noexcept nogil:
     """The oldest posted receive that is long enough."""

@@ -22,8 +22,9 @@ cdef class CtlState:
         d.recv = <recv_t*>map_zeroed(RECVS * sizeof(recv_t))
         d.comp = <comp_t*>map_zeroed(COMPS * sizeof(comp_t))
         d.hello = <uint8_t*>map_zeroed(HELLOS * SLOT)
+        d.fence = <fence_t*>map_zeroed(FENCES * sizeof(fence_t))
         if d.sbuf == NULL or d.rbuf == NULL or d.queued == NULL or d.peer == NULL or d.imp == NULL or d.region == NULL or \
-                d.pair == NULL or d.recv == NULL or d.comp == NULL or d.hello == NULL:
+                d.pair == NULL or d.recv == NULL or d.comp == NULL or d.hello == NULL or d.fence == NULL:
             raise MemoryError
         d.nimp = d.pfresh = 1
         d.rhead = d.rtail = RECVS          # room to give receives back at the head
@@ -44,6 +45,7 @@ cdef class CtlState:
         unmap(d.recv, RECVS * sizeof(recv_t))
         unmap(d.comp, COMPS * sizeof(comp_t))
         unmap(d.hello, HELLOS * SLOT)
+        unmap(d.fence, FENCES * sizeof(fence_t))
         free(d)
         self.d = NULL
 
@@ -115,6 +117,7 @@ cdef class CtlState:
         memset(p, 0, sizeof(peer_t))
         p.incarnation, p.src, p.addrlen = incarnation, src, <uint32_t>len(addr)
         memcpy(p.addr, <const char*>addr, len(addr))
+        p.tx_seq = now_ns()             # above all that it was sent before, if it is met again
         p.used = 1
         return i
 
@@ -157,6 +160,7 @@ cdef class CtlState:
                 tell(self.d, i, T_BYE, 0, 0, 0)
             if not p.told:
                 forget_messages(self.d, p)
+                fenced(self.d, i, <uint64_t>-1, FE_PEER_LOST)
             p.told = 1
             st_rel32(&p.state, P_LOST)
 

@@ -18,6 +18,7 @@ cdef void lose(dom_t* d, uint32_t i) noexcept nogil:
         return
     p.told = 1
     forget_messages(d, p)
+    fenced(d, i, <uint64_t>-1, FE_PEER_LOST)
     c = comp(d, C_PEER_LOST)
     c.ctx = i
     c.src = p.src

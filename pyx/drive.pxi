@@ -20,9 +20,11 @@ cdef inline void complete(group_t* g, uint32_t nic, uint64_t ctx, uint32_t count
         d.errors += 1
         if r.op == OP_SCATTER:
             target_failed(r, w.at, status)
-        else:
+        elif r.op != OP_FENCE:          # of whom is gone, nothing can be asked
             refuse(r, status)
         r.vendor = vendor
+    if r.op == OP_FENCE:
+        g.fences -= count
     if w.left == 0:
         slot_free(d, i)
     settle_posts(g, r, count)
@@ -189,6 +191,8 @@ cdef inline void sleep_on(group_t* g, uint32_t who, int64_t ns) noexcept nogil:
         ns = 1000000
     if g.backlog != NULL and (ns < 0 or ns > 1000000):
         ns = 1000000                    # something waits for room that no bell announces
+    if g.fences and (ns < 0 or ns > FENCE_NS):
+        ns = FENCE_NS                   # a poll asks again, and so finds out that a silent peer is dead
     g.sleeps += 1
     if g.nfds == 0:
         if bell_wait(g.bell, who, who, ns) != 0 and ld_rlx32(g.bell) == who and mpsc_some(&g.q):

@@ -83,7 +83,7 @@ cdef inline void retire(group_t* g, req_t* r) noexcept nogil:
                 tag_give(r.rmr.peer, r.tag)
             else:
                 r.rmr.peer.burnt += 1
-    elif r.target != NULL:
+    elif r.target != NULL and r.op == OP_SCATTER:
         for i in range(r.n):
             fadd32(&r.target[i].rmr.inflight, <uint32_t>-1)
     if r.op == OP_SEND and r.peer != NULL:
@@ -96,13 +96,22 @@ cdef inline void retire(group_t* g, req_t* r) noexcept nogil:
     while f != NULL:
         nxt = f.next
         f.leader = NULL
-        finish(g, f, DONE)
+        quiet(g, f)
         f = nxt
     req_drop(g.pool, r)
 
 cdef inline bint half_sent(req_t* r) noexcept nogil:
     """A message of which fragments are out: the rest must follow, whatever became of the request."""
     return r.op == OP_SEND and r.send.at != 0 and not r.peer.lost
+
+cdef inline void quiet(group_t* g, req_t* f) noexcept nogil:
+    """A follower's leader is quiet: that is all, or peers have to say that it has landed."""
+    if f.n:
+        f.op = OP_FENCE
+        backlog_add(g, f)
+        arm_timer(g, f)
+    else:
+        finish(g, f, DONE)
 
 cdef inline void finish(group_t* g, req_t* r, uint32_t state) noexcept nogil:
     """Ends a request once. Retires it too if nothing of it is outstanding."""
@@ -171,7 +180,7 @@ cdef inline void follow(group_t* g, req_t* f, req_t* leader) noexcept nogil:
         f.vendor = leader.vendor
         finish(g, f, leader.state)
     elif f.imm == FOLLOW_QUIET and leader.quiet:
-        finish(g, f, DONE)
+        quiet(g, f)
     else:
         f.leader = leader
         f.next = leader.follow

@@ -113,6 +113,9 @@ cdef struct fabric_ops_t:
     # Takes a message back of which post_send left `at` above 0. 1: nothing of it will be delivered; 0: not (yet) possible:
     # ask again, or go on with post_send.
     int (*cancel_send)(void* dom, send_t* s) noexcept nogil
+    # Asks a peer to confirm that what was completed to it before has landed. POST_QUEUED: C_DONE or C_ERROR with ctx follows;
+    # POST_DONE: it has, completions say so; POST_FULL; negative: nobody to ask.
+    int (*fence)(void* dom, uint32_t peer, uint64_t ctx) noexcept nogil
 
 cdef enum:
     FABRIC_VERSION = 2

@@ -18,6 +18,7 @@ cdef enum:
     PARK_TIMED = 2          # ... it looks again by itself within PARK_NS
     PARK_NS = 1000000
     LINGER_NS = 1000000000  # a worker without timers sleeps this long first, then without end
+    FENCE_NS = 200000000    # while a peer is being asked, a worker sleeps no longer than this
     NAP_NS = 20000000       # a sleeping caller comes up this often to look at signals
     TAKE = 64               # requests taken a turn
     POLL = 16               # completions taken a poll
@@ -112,6 +113,7 @@ cdef struct group_t:
     uint64_t nbacklog
     wheel_t wheel
     uint64_t zombies        # ended, not quiet
+    uint64_t fences         # posted, not answered
     uint64_t sleep_until    # of the sleeping worker; 0: awake
     cbq_t* cbq
     pool_t* pool

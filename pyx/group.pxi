@@ -342,15 +342,34 @@ cdef class Group:
         t.r.imm = kind
         t.r.extra = X_SENT
         t.r.deadline = now_ns() + <uint64_t>LONGEST_S * 1000000000
+        if kind == FOLLOW_QUIET and leader.via is not None:
+            self.asks(t.r, leader.via if isinstance(leader.via, list) else [leader.via])
         with nogil:
             lock_now(g)
             t.r.started = 1
             follow(g, t.r, leader.r)
             unlock(g)
-            if g.rearm:
+            if g.rearm or g.backlog != NULL:
                 g.rearm = 0
                 wake_worker(g)
         return t
+
+    cdef int asks(self, req_t* r, list via) except -1:
+        """Whom a follower has to ask whether all has landed: (NIC, peer) pairs in place of targets."""
+        cdef RemoteMr m
+        cdef uint32_t k
+        cdef set pairs = set()
+        for m in via:
+            for k in range(m.m.npaths):
+                pairs.add((m.m.path[k].nic, m.m.path[k].peer))
+        r.extra |= X_REST
+        r.target = <target_t*>malloc(max(<size_t>1, len(pairs)) * sizeof(target_t))
+        if r.target == NULL:
+            raise MemoryError
+        for nic, peer in pairs:
+            r.target[r.n].rmr, r.target[r.n].src, r.target[r.n].off = NULL, nic, peer
+            r.n += 1
+        return 0
 
     cdef bint cancel(self, Transfer t):
         cdef group_t* g = self.g

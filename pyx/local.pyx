@@ -642,6 +642,9 @@ cdef int local_cancel_recv(void* dom, uint64_t ctx, uint64_t longest) noexcept n
 cdef int local_cancel_send(void* dom, send_t* s) noexcept nogil:
     return s.at == 0                # a stream: what was begun is sent to its end
 
+cdef int local_fence(void* dom, uint32_t peer, uint64_t ctx) noexcept nogil:
+    return POST_DONE                # completions mean landed
+
 cdef bint take_recv(dom_t* d, uint64_t n, rx_t* r) noexcept nogil:
     """The oldest posted receive of at least n bytes."""
     cdef uint64_t i
@@ -857,6 +860,7 @@ OPS.arm = local_arm
 OPS.recv_len = local_recv_len
 OPS.cancel_recv = local_cancel_recv
 OPS.cancel_send = local_cancel_send
+OPS.fence = local_fence
 
 INBOX_SIZE = sizeof(inbox_t)
 N_REGIONS = REGIONS

@@ -200,6 +200,9 @@ cdef int cancel_recv(void* dom, uint64_t ctx, uint64_t longest) noexcept nogil:
 cdef int cancel_send(void* dom, send_t* s) noexcept nogil:
     return s.at == 0        # messages are taken whole
 
+cdef int fence(void* dom, uint32_t peer, uint64_t ctx) noexcept nogil:
+    return POST_DONE
+
 cdef fabric_ops_t ops
 ops.version = FABRIC_VERSION
 ops.size = sizeof(fabric_ops_t)
@@ -213,6 +216,7 @@ ops.arm = arm
 ops.recv_len = recv_len
 ops.cancel_recv = cancel_recv
 ops.cancel_send = cancel_send
+ops.fence = fence
 
 
 @cython.final

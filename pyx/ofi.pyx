@@ -123,6 +123,7 @@ OPS.arm = ofi_arm
 OPS.recv_len = ctl_recv_len
 OPS.cancel_recv = ctl_cancel_recv
 OPS.cancel_send = ctl_cancel_send
+OPS.fence = ctl_fence
 
 
 

@@ -219,6 +219,8 @@ cdef inline void progress(dom_t* d) noexcept nogil:
         repost(d, d.unposted[d.nunposted])
         if d.nunposted == left:     # no room for it
             break
+    if d.nfences:
+        fence_again(d)
     if d.nsfree:
         if d.rack:
             confirm_all(d)

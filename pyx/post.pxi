@@ -385,6 +385,29 @@ cdef inline int post_send(group_t* g, req_t* r) noexcept nogil:
     refuse(r, -rc)
     return 1
 
+cdef inline int post_fences(group_t* g, req_t* r) noexcept nogil:
+    """Asks each peer of a transfer, over each NIC that it may have gone over. Who is gone is not asked."""
+    cdef nic_t* d
+    cdef target_t* t
+    cdef uint32_t k
+    cdef int rc
+    while r.at < r.n:
+        t = &r.target[r.at]
+        d = &g.nic[t.src]
+        if d.up:
+            if d.nfree == 0:
+                return 0
+            k = <uint32_t>slot_ctx(d, 0)
+            rc = d.ops.fence(d.dom, <uint32_t>t.off, slot_ctx(d, 0))
+            if rc == POST_FULL:
+                return 0
+            if rc == POST_QUEUED:
+                d.nfree -= 1
+                slot_take(d, k, r, r.at, 1, 0, 1, <uint32_t>t.off)
+                g.fences += 1
+        r.at += 1
+    return 1
+
 cdef inline int post_recv(group_t* g, req_t* r) noexcept nogil:
     cdef nic_t* d
     cdef uint32_t i
@@ -454,6 +477,8 @@ cdef inline int post(group_t* g, req_t* r) noexcept nogil:
         return post_send(g, r)
     if r.op == OP_RECV:
         return post_recv(g, r)
+    if r.op == OP_FENCE:
+        return post_fences(g, r)
     return 1
 
 cdef inline void close_out(group_t* g, req_t* r) noexcept nogil:

@@ -25,6 +25,7 @@ cdef enum:
     OP_EXPECT = 6
     OP_NOP = 7              # ends at once: for measurements and as a fence
     OP_FOLLOW = 8           # ends with another request
+    OP_FENCE = 9            # was an OP_FOLLOW; ends when peers say that what was written has landed
 
     FOLLOW_END = 0          # ... when that one ends
     FOLLOW_QUIET = 1        # ... when nothing of it can land any more
@@ -68,7 +69,7 @@ cdef struct redo_t:         # part of a request that a failed NIC did not delive
     uint64_t at, n
 
 cdef struct target_t:       # one destination of a scatter or barrier
-    rmr_t* rmr
+    rmr_t* rmr              # of a fence: NULL, src is the NIC and off its peer
     uint64_t src, len, off
 
 cdef struct loopq_t:        # completions for one asyncio loop

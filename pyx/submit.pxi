@@ -168,6 +168,8 @@ cdef class EngineBase:
         r.deadline = coarse_ns() + <uint64_t>span_ns(timeout, self.timeout_ns)
         t.src = h
         t.dst = desc
+        if not landed and not h.group.lands:
+            t.via = m
         self.hold(h, m)
         if on_done is not None:
             try:
@@ -294,6 +296,8 @@ cdef class EngineBase:
         self.check_nic(p.src.group, r, nic)
         r.deadline = coarse_ns() + <uint64_t>span_ns(timeout, self.timeout_ns)
         t.src, t.dst, t.keep = p.src, p.desc, p.keep
+        if not landed and not p.src.group.lands:
+            t.via = p.dst
         self.hold(p.src, p.dst)
         try:
             self.attach(t, on_done)
@@ -357,7 +361,7 @@ cdef class EngineBase:
         cdef req_t* r = t.r
         cdef uint64_t i, n = len(dsts), so, do, length, held = 0
         cdef RemoteMr m
-        cdef list descs = []
+        cdef list descs = [], via = None if landed or local.lands else []
         cdef group_t* g = local.g
         if imm is not None:
             r.imm = imm_of(imm)
@@ -387,6 +391,9 @@ cdef class EngineBase:
             r.target[i].len = length
             r.target[i].off = do
             descs.append(desc)
+            if via is not None:
+                via.append(m)
+        t.via = via
         t.src, t.dst = (None if barrier else h), descs
         self.hold(h, None)
         try:

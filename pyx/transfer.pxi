@@ -87,6 +87,7 @@ cdef class Transfer:
     cdef Group group
     cdef uint32_t op
     cdef object src, dst, keep, cb, fut, owner
+    cdef object via                 # RemoteMr or a list of them, where completions do not mean landed
     cdef object __weakref__
 
     def __init__(self):
@@ -178,10 +179,10 @@ cdef class Transfer:
         return self.group.cancel(self)
 
     def quiesced(self):
-        """A Transfer that ends when the source is free and nothing of this one will be sent any more.
+        """A Transfer that ends when the source is free and nothing of this one can land any more.
 
-        Where completions mean landed (local, efa, and with ``landed=True`` anywhere) nothing of it can land afterwards either; on tcp
-        the last bytes may still be on their way.
+        Where completions do not mean landed (ofi over tcp) the targets are asked, which takes a round trip. A target that is
+        lost cannot be asked: what its host had received by then may still land there.
         """
         return self.group.follow(self, FOLLOW_QUIET)
 

@@ -29,7 +29,8 @@ pytestmark = pytest.mark.skipif(bool(ofi_reason()), reason=ofi_reason() or "-")
 FAST = fx.Config.from_env(timeout=20.0, connect_timeout=5.0)
 HEAD = struct.Struct("<IHHQQIIQQQII")  # of a control message: pyx/ofi.pyx, head_t
 MAGIC, VERSION = 0x66784F46, 1
-HELLO, WELCOME, REFUSED, IMPORT, IMPORTED, GONE, GONE_ACK, RTS, CTS, BYE = 1, 2, 3, 4, 5, 6, 7, 8, 9, 12
+HELLO, WELCOME, REFUSED, IMPORT, IMPORTED, GONE, GONE_ACK, RTS, CTS, FRAG, BYE = 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12
+UNRTS, UNRTS_ACK, FENCE, FENCED = 13, 14, 15, 16
 KEY, RANGE = 2, 3  # FE_REMOTE_KEY, FE_REMOTE_RANGE
 
 
@@ -550,7 +551,7 @@ def test_a_message_that_is_stuck_half_way_leaves_room_for_others(
     stuck = engine.submit_send(speaker.name(), bytes(96 << 20), timeout=2.0)
     ask = speaker.hear(RTS)
     assert ask.a == 96 << 20
-    speaker.say(here.nics[0], Message(CTS, speaker.incarnation, here.incarnation, to=ask.sender, sender=3))
+    speaker.say(here.nics[0], Message(CTS, speaker.incarnation, here.incarnation, to=ask.sender, sender=3, b=ask.b))
     stop(speaker)
     until(lambda: counts(engine)["slots"] >= 16)
     other = Peer("ofi")
@@ -570,3 +571,113 @@ def test_nothing_is_left_in_shared_memory(engine: fx.TransferEngine) -> None:
     d = engine.groups[0].domains[0]
     assert d.provider in ("tcp", "net", "efa")
     assert not [f for f in os.listdir("/dev/shm") if str(os.getpid()) in f and "fi_" in f]
+
+
+# ---------------------------------------------------------------- quiet means landed, also where completions do not
+
+
+def stopped(process: subprocess.Popen[str]) -> bool:
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@pytest.mark.parametrize("kind", ["write", "pages", "scatter", "timed out"])
+def test_quiet_means_landed(engine: fx.TransferEngine, peers: list[Peer], kind: str) -> None:
+    """To a peer that is stopped a small write is complete at once and lands nowhere; it is quiet only when it has landed."""
+    p = Peer("ofi")
+    peers.append(p)
+    d = desc(p)
+    buf = engine.alloc(1 << 15)
+    buf.array[:] = 9
+    h, _ = engine.reg_mr(buf)
+    engine.submit_single_write(8, None, (h, 0), (d, 1 << 16), landed=True).wait()
+    os.kill(p.pid, signal.SIGSTOP)
+    until(lambda: stopped(p.process))
+    if kind == "write":
+        t = engine.submit_single_write(1 << 15, None, (h, 0), (d, 0))
+    elif kind == "pages":
+        t = engine.submit_paged_writes(1 << 12, None, (h, fx.Pages(count=8, stride=1 << 12)), (d, fx.Pages(count=8, stride=1 << 12)))
+    elif kind == "scatter":
+        t = engine.submit_scatter(None, None, h, [fx.ScatterDst(1 << 15, 0, d, 0)])
+    else:
+        t = engine.submit_single_write(1 << 15, None, (h, 0), (d, 0), timeout=0.2, landed=True)
+        with pytest.raises(fx.TransferTimeout):
+            t.wait()
+    if kind != "timed out":
+        t.wait()
+    quiet = t.quiesced()
+    with pytest.raises(fx.TransferTimeout):
+        quiet.wait(0.2)
+    os.kill(p.pid, signal.SIGCONT)
+    quiet.wait(5)
+    t.quiesced().wait(5)  # also when it has been quiet for long
+    assert p.call(do="sum", at=0, n=1 << 15) == 9 << 15
+
+
+def test_what_was_sent_to_a_peer_that_is_lost_is_quiet(engine: fx.TransferEngine, peers: list[Peer]) -> None:
+    p = Peer("ofi")
+    peers.append(p)
+    h, _ = engine.reg_mr(engine.alloc(1 << 15))
+    engine.submit_single_write(8, None, (h, 0), (desc(p), 0), landed=True).wait()
+    os.kill(p.pid, signal.SIGSTOP)
+    until(lambda: stopped(p.process))
+    t = engine.submit_single_write(1 << 15, None, (h, 0), (desc(p), 0))
+    t.wait()
+    quiet = [t.quiesced() for _ in range(3)]
+    with pytest.raises(fx.TransferTimeout):
+        quiet[0].wait(0.1)
+    os.kill(p.pid, signal.SIGKILL)
+    for q in quiet:
+        q.wait(5)
+    t.quiesced().wait(5)
+
+
+# ---------------------------------------------------------------- messages that are taken back, in any order
+
+
+def test_taking_back_is_confirmed_in_whatever_order_it_comes(engine: fx.TransferEngine, speaker: Speaker) -> None:
+    got: list[bytes] = []
+    here, nic = engine.address, engine.address.nics[0]
+    speaker.say(nic, speaker.hello(here.incarnation))
+    fine = {"session": speaker.incarnation, "target": here.incarnation, "sender": 7, "to": speaker.hear(WELCOME).sender}
+    # before it is asked for: the asking that comes late is dropped
+    speaker.say(nic, Message(UNRTS, **fine, b=5))
+    assert speaker.hear(UNRTS_ACK).b == 5
+    engine.submit_recvs(64, 1, lambda m, who: got.append(bytes(m)))
+    speaker.say(nic, Message(RTS, **fine, a=4, b=5))
+    speaker.say(nic, Message(RTS, **fine, a=4, b=6))
+    assert speaker.hear(CTS).b == 6
+    # after it was granted: the only receive serves the next one
+    speaker.say(nic, Message(UNRTS, **fine, b=6))
+    assert speaker.hear(UNRTS_ACK).b == 6
+    speaker.say(nic, Message(FRAG, **fine, b=6, body=b"late"))
+    speaker.say(nic, Message(RTS, **fine, a=4, b=7))
+    assert speaker.hear(CTS).b == 7
+    speaker.say(nic, Message(UNRTS, **fine, b=6))  # an old one changes nothing
+    speaker.say(nic, Message(FRAG, **fine, body=b"good"))
+    until(lambda: got)
+    # one that follows before the last is whole
+    speaker.say(nic, Message(RTS, **fine, a=8, b=8))
+    assert speaker.hear(CTS).b == 8
+    speaker.say(nic, Message(RTS, **fine, a=4, b=9))
+    speaker.say(nic, Message(UNRTS, **fine, b=9))
+    assert speaker.hear(UNRTS_ACK).b == 9
+    speaker.say(nic, Message(FRAG, **fine, a=4, body=b"5678"))
+    speaker.say(nic, Message(FRAG, **fine, a=0, body=b"1234"))
+    until(lambda: len(got) == 2)
+    speaker.say(nic, Message(RTS, **fine, a=3, b=10))
+    assert speaker.hear(CTS).b == 10
+    speaker.say(nic, Message(FRAG, **fine, body=b"end"))
+    until(lambda: len(got) == 3)
+    assert got == [b"good", b"12345678", b"end"]
+
+
+def test_fences_are_answered_with_their_number(engine: fx.TransferEngine, speaker: Speaker) -> None:
+    here, nic = engine.address, engine.address.nics[0]
+    speaker.say(nic, speaker.hello(here.incarnation))
+    fine = {"session": speaker.incarnation, "target": here.incarnation, "sender": 7, "to": speaker.hear(WELCOME).sender}
+    for n in (1, 2, 2, 9):
+        speaker.say(nic, Message(FENCE, **fine, b=n))
+        assert speaker.hear(FENCED).b == n
+    speaker.say(nic, Message(FENCED, **fine, b=3))  # nobody asked
+    speaker.say(nic, Message(FENCE, **fine, b=10))
+    assert speaker.hear(FENCED).b == 10
