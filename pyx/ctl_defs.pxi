@@ -156,5 +156,6 @@ cdef struct dom_t:
     uint32_t reply_status, reply_done
     uint32_t reply_gone         # the region went while its import was being asked for
     uint64_t writes             # without completion
+    uint64_t arrivals           # messages and immediates
     uint64_t nposts, garbage    # garbage: messages that were dropped
 

@@ -3,6 +3,7 @@
 cdef void heard(dom_t* d, head_t* h, uint64_t n) noexcept nogil:
     """One control message. Nothing in it is trusted; what does not fit is dropped and counted."""
     cdef uint32_t i
+    d.arrivals += 1
     if n < sizeof(head_t) or h.magic != MAGIC or h.len > n - sizeof(head_t):
         d.garbage += 1
         return

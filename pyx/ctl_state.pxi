@@ -164,6 +164,18 @@ cdef class CtlState:
             p.told = 1
             st_rel32(&p.state, P_LOST)
 
+    @property
+    def arrivals(self):
+        """Messages and immediates that have arrived. Needs no lock."""
+        return self.d.arrivals
+
+    def lost(self, uint64_t incarnation):
+        """The process of that incarnation is gone."""
+        cdef uint32_t i
+        for i in range(self.d.npeers):
+            if self.d.peer[i].used and self.d.peer[i].incarnation == incarnation and self.d.peer[i].state != P_LOST:
+                lose(self.d, i)
+
     def reset(self, uint32_t i):
         """After a refusal: a later attempt asks anew."""
         if self.d.peer[i].state == P_REFUSED:

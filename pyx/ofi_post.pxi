@@ -185,6 +185,7 @@ cdef inline void one_over(dom_t* d, ofi_comp* c) noexcept nogil:
     if c.err:
         failed(d, x, c)
     elif c.flags & OFI_REMOTE_DATA:
+        d.arrivals += 1
         e = comp(d, C_IMM)
         e.imm = <uint32_t>c.data
         e.count = 1

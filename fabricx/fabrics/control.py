@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import selectors
 import struct
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Any
 from .. import errors
 from ..address import NetAddr
 from .base import Domain, Fabric, GroupSpec, LocalKey, Memory, RemoteKey
+from .links import Links, route_host
 
 log = logging.getLogger("fabricx")
 
@@ -24,6 +26,7 @@ _SLOT_BITS = 16
 N_REGIONS = 1 << _SLOT_BITS
 _HELLO_FIRST, _HELLO_MOST = 0.05, 1.0  # seconds between hellos: first, and after back-off
 _TELL_AGAIN = 0.2  # seconds after which importers that have not let go of a region are told again
+_DRAIN, _DRAIN_MOST = 0.05, 5.0  # seconds in which nothing arrives, after which a peer that is gone is lost; at most so long
 _AUTHENTICATOR = 256  # bytes that a hello may carry in the field kept for one
 REFUSALS = {1: "incarnation", 2: "version", 3: "full", 4: "garbage"}
 
@@ -41,6 +44,7 @@ class ControlDomain(Domain):
         self.slots = threading.Lock()
         self.asking = threading.Lock()
         self.names: dict[int, str] = {}
+        self.link = ""  # where peers connect to see our death
         self.closed = False
 
     # -- what a subclass does in its own way
@@ -56,6 +60,10 @@ class ControlDomain(Domain):
     @abstractmethod
     def poll(self) -> None:
         """Polls once for the control messages' sake; the worker has stopped. The progress lock is held."""
+
+    def link_host(self) -> str:
+        """The IP address of this host that peers of this NIC can connect to."""
+        return route_host()
 
     @abstractmethod
     def strerror(self, rc: int) -> str:
@@ -133,7 +141,7 @@ class ControlDomain(Domain):
             raise errors.ProviderError(28, f"{self.info.name} has no room for another peer")
         self.names[index] = str(who)
         mine = self.spec.address()
-        body = _join(self.addr, mine)
+        body = _join(self.addr, mine, self.link.encode())
         wait, again = _HELLO_FIRST, 0.0
         while True:
             self._open(who)
@@ -244,9 +252,9 @@ class ControlDomain(Domain):
                 return
             theirs, session, target, version, body = h
             try:
-                addr, netaddr = _split(body)
+                addr, netaddr, link = _split(body)
                 who = NetAddr.from_bytes(netaddr)
-            except (errors.ProtocolError, struct.error):
+            except (errors.ProtocolError, struct.error, UnicodeDecodeError):
                 log.warning("%s: a hello that makes no sense", self.info.name)
                 continue
             if who.incarnation != session:
@@ -264,36 +272,45 @@ class ControlDomain(Domain):
                             self.state.refuse(index, theirs, 1)
                         else:
                             self.state.welcome(index, theirs, src)
+                            if link:
+                                self.fabric.links.call(self.spec.incarnation, session, link)
             except OSError as e:
                 log.warning("%s: hello of %s: %s", self.info.name, who, e)
             self.spec.kick()
 
 
-def _join(addr: bytes, netaddr: bytes) -> bytes:
-    """The body of a hello: the NIC's address, the group's, and a field kept for an authenticator. This layout is the same
-    in all versions, so that a refusal finds its way."""
-    return struct.pack("<H", len(addr)) + addr + struct.pack("<I", len(netaddr)) + netaddr + struct.pack("<H", 0)
+def _join(addr: bytes, netaddr: bytes, link: bytes) -> bytes:
+    """The body of a hello: the NIC's address, the group's, where a connection shows that it lives, and a field kept for an
+    authenticator. This layout is the same in all versions, so that a refusal finds its way."""
+    return (
+        struct.pack("<H", len(addr)) + addr + struct.pack("<I", len(netaddr)) + netaddr
+        + struct.pack("<H", len(link)) + link + struct.pack("<H", 0)
+    )  # fmt: skip
 
 
-def _split(body: bytes) -> tuple[bytes, bytes]:
-    (n,) = struct.unpack_from("<H", body)
-    addr = body[2 : 2 + n]
-    (m,) = struct.unpack_from("<I", body, 2 + n)
-    netaddr = body[6 + n : 6 + n + m]
-    (k,) = struct.unpack_from("<H", body, 6 + n + m)
-    if len(addr) != n or len(netaddr) != m or k > _AUTHENTICATOR or len(body) != 8 + n + m + k:
+def _split(body: bytes) -> tuple[bytes, bytes, str]:
+    at, parts = 0, []
+    for head in ("<H", "<I", "<H", "<H"):
+        (n,) = struct.unpack_from(head, body, at)
+        at += struct.calcsize(head)
+        parts.append(body[at : at + n])
+        if len(parts[-1]) != n:
+            raise errors.ProtocolError("a hello that is cut off")
+        at += n
+    if at != len(body) or len(parts[2]) > 64 or len(parts[3]) > _AUTHENTICATOR:
         raise errors.ProtocolError("a hello of the wrong length")
-    return addr, netaddr
+    return parts[0], parts[1], parts[2].decode("ascii")
 
 
 class ControlFabric(Fabric):
-    """A fabric with a thread that answers the hellos its domains hear."""
+    """A fabric with a thread that answers the hellos its domains hear, and sees who dies."""
 
     def __init__(self) -> None:
         self.hello_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        os.set_blocking(self.hello_fd, True)
+        self.links = Links(lambda: {d.spec.incarnation for d in list(self.domains)}, self._died)
         self.domains: list[ControlDomain] = []
         self.lock = threading.Lock()
+        self.dying: dict[tuple[int, int], tuple[float, int]] = {}
         self.stop = False
         self.pid = os.getpid()
         self.thread = threading.Thread(target=self._run, name=f"fabricx {self.name}", daemon=True)
@@ -301,29 +318,69 @@ class ControlFabric(Fabric):
 
     def add(self, domains: Sequence[ControlDomain]) -> None:
         """Domains whose hellos are to be answered."""
+        for d in domains:
+            d.link = self.links.listen(d.link_host())
         with self.lock:
             self.domains += domains
+        os.eventfd_write(self.hello_fd, 1)
 
     def forget(self, domain: ControlDomain) -> None:
         with self.lock:
             if domain in self.domains:
                 self.domains.remove(domain)
+        if not self.stop:
+            os.eventfd_write(self.hello_fd, 1)  # its connections end
 
     def _run(self) -> None:
-        while True:
-            try:
-                os.eventfd_read(self.hello_fd)
-            except OSError:
-                return
-            if self.stop:
-                return
-            with self.lock:
-                domains = list(self.domains)
-            for d in domains:
+        selector = self.links.selector
+        selector.register(self.hello_fd, selectors.EVENT_READ, None)
+        while not self.stop:
+            for key, _ in selector.select(_DRAIN if self.dying else 5.0 if self.links.pending else None):
                 try:
-                    d.answer_hellos()
+                    if key.data is None:
+                        self._hellos()
+                    elif key.fileobj in self.links.known or key.fileobj in self.links.pending or key.data == self.links.accept:
+                        key.data(key.fileobj)
                 except Exception:
-                    log.exception("%s: answering a hello", d.info.name)
+                    log.exception("the %s fabric's thread", self.name)
+            self.links.tidy()
+            self._bury()
+
+    def _hellos(self) -> None:
+        try:
+            os.eventfd_read(self.hello_fd)
+        except BlockingIOError:
+            return
+        with self.lock:
+            domains = list(self.domains)
+        for d in domains:
+            try:
+                d.answer_hellos()
+            except Exception:
+                log.exception("%s: answering a hello", d.info.name)
+        self.links.connect_wanted()
+        for mine in {who[0] for who in self.links.known.values()} - {d.spec.incarnation for d in domains}:
+            self.links.cut(mine)
+
+    def _died(self, mine: int, theirs: int) -> None:
+        """The connection to a peer has ended: its process or its host is gone, or it has closed."""
+        self.dying[mine, theirs] = (time.monotonic(), -1)
+
+    def _bury(self) -> None:
+        """Declares peers lost that are gone, once what they had sent before has stopped coming in."""
+        now = time.monotonic()
+        for (mine, theirs), (since, seen) in list(self.dying.items()):
+            with self.lock:
+                domains = [d for d in self.domains if d.spec.incarnation == mine]
+            arrivals = sum(d.state.arrivals for d in domains)
+            if now - since < _DRAIN or arrivals != seen and now - since < _DRAIN_MOST:
+                self.dying[mine, theirs] = (since, arrivals)
+                continue
+            del self.dying[mine, theirs]
+            for d in domains:
+                with d.spec.lock():
+                    d.state.lost(theirs)
+                d.spec.kick()
 
     def close(self) -> None:
         if self.stop or os.getpid() != self.pid:
@@ -332,4 +389,5 @@ class ControlFabric(Fabric):
         os.eventfd_write(self.hello_fd, 1)
         if threading.current_thread() is not self.thread:
             self.thread.join(10)
+        self.links.close()
         os.close(self.hello_fd)

@@ -24,6 +24,7 @@ from ..address import parse_hostport
 from ..config import Config
 from .base import CAP_DEVICE, CAP_LANDED, Domain, DomainInfo, GroupSpec, LocalKey, Memory
 from .control import ControlDomain, ControlFabric
+from .links import route_host, sockaddr_host
 
 try:
     from .. import _ofi
@@ -189,6 +190,9 @@ class OfiDomain(ControlDomain):
             inline=i["inject"],
         )
         self.keys = itertools.count(16)
+
+    def link_host(self) -> str:
+        return sockaddr_host(self.addr) or route_host()
 
     def strerror(self, rc: int) -> str:
         return str(self.lib.api.strerror(rc))

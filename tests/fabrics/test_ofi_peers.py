@@ -123,7 +123,7 @@ class Speaker:
             + self.address
             + struct.pack("<I", len(them))
             + them
-            + struct.pack("<H", 0)
+            + struct.pack("<HH", 0, 0)
         )
         return Message(HELLO, self.incarnation, target, sender=7, body=body, **k)  # type: ignore[arg-type]
 
