@@ -17,6 +17,8 @@ cdef inline void settle(group_t* g, slot_t* s) noexcept nogil:
         s.first = r.next
         if r.next == NULL:
             s.last = NULL
+        else:
+            r.next.prev = NULL
         r.op = OP_NOP                   # no longer in the list
         finish(g, r, DONE)
 
@@ -45,6 +47,7 @@ cdef inline void expect(group_t* g, req_t* r) noexcept nogil:
         finish(g, r, DONE)
         return
     r.next = NULL
+    r.prev = <req_t*>s.last
     if s.last != NULL:
         (<req_t*>s.last).next = r
     else:
@@ -55,23 +58,17 @@ cdef inline void expect(group_t* g, req_t* r) noexcept nogil:
 cdef inline void expect_unlink(group_t* g, req_t* r) noexcept nogil:
     """Takes a waiting expectation out; those behind it may be satisfied now."""
     cdef slot_t* s = table_find(&g.imm, r.imm)
-    cdef req_t* p
     r.op = OP_NOP
     if s == NULL:
         return
-    p = <req_t*>s.first
-    if p == r:
-        s.first = r.next
-        if r.next == NULL:
-            s.last = NULL
+    if r.prev != NULL:
+        r.prev.next = r.next
     else:
-        while p != NULL and p.next != r:
-            p = p.next
-        if p == NULL:
-            return
-        p.next = r.next
-        if r.next == NULL:
-            s.last = p
+        s.first = r.next
+    if r.next != NULL:
+        r.next.prev = r.prev
+    else:
+        s.last = r.prev
     settle(g, s)
 
 cdef inline void imm_free(group_t* g, uint32_t number) noexcept nogil:
@@ -86,6 +83,8 @@ cdef inline void imm_free(group_t* g, uint32_t number) noexcept nogil:
     while s.first != NULL:
         r = <req_t*>s.first
         s.first = r.next
+        if r.next != NULL:
+            r.next.prev = NULL
         r.op = OP_NOP
         fail(g, r, FE_CANCELLED, 0)
         s = table_find(&g.imm, number)

@@ -53,6 +53,7 @@ cdef extern from *:
     int fx_vm_write(int, iovec*, iovec*, int, uint64_t) noexcept nogil
     int64_t fx_vm_write1(int, const void*, uint64_t, uint64_t) noexcept nogil
     int64_t fx_vm_read(int, void*, uint64_t, uint64_t) noexcept nogil
+    int fx_pid "getpid" () noexcept nogil
     int fx_gone(int) noexcept nogil
     int ctz_64(uint64_t) noexcept nogil
     void fx_die(int) noexcept nogil
@@ -140,12 +141,20 @@ cdef inline void leave(tx_t* p) noexcept nogil:
     p.busy += 1
     st_rel32(&p.lane.busy, p.busy)
 
-cdef inline int vm_status(tx_t* p, int64_t e) noexcept nogil:
+cdef int vm_status(tx_t* p, int64_t e, const void* src, uint64_t n) noexcept nogil:
+    """What process_vm_writev's error means; EFAULT may be ours: the source may be unmapped."""
+    cdef uint64_t at = <uint64_t>src, last = at + n - 1
+    cdef uint8_t byte
     if e == -ESRCH or fx_gone(p.pidfd):
         return -FE_PEER_LOST
-    if e == -EFAULT:
-        return -FE_REMOTE_KEY       # its owner unmapped it
-    return -FE_PROVIDER
+    if e != -EFAULT:
+        return -FE_PROVIDER
+    while True:
+        if fx_vm_read(fx_pid(), &byte, at, 1) != 1:
+            return -FE_LOCAL_KEY
+        if at == last:
+            return -FE_REMOTE_KEY   # its owner unmapped it
+        at = min((at | 4095) + 1, last)
 
 cdef inline int copy_to(tx_t* p, imp_t* m, uint64_t off, const void* src, uint64_t n, uint32_t flags) noexcept nogil:
     cdef int64_t e
@@ -159,7 +168,7 @@ cdef inline int copy_to(tx_t* p, imp_t* m, uint64_t off, const void* src, uint64
         return -FE_PEER_LOST
     e = fx_vm_write1(p.pid, src, m.addr + off, n)
     if e < 0 or fx_gone(p.pidfd):
-        return vm_status(p, e)
+        return vm_status(p, e, src, n)
     return 0
 
 cdef int bounce(dom_t* d, tx_t* p, imp_t* m, uint64_t off, uint64_t src, uint64_t n) noexcept nogil:
@@ -296,10 +305,10 @@ cdef int pages_vm(tx_t* p, imp_t* m, pages_t* g) noexcept nogil:
                 x = fx_vm_write1(p.pid, <void*>(g.src + index_of(g.si, g.swide, i) * g.sstride),
                                  m.addr + g.dst + index_of(g.di, g.dwide, i) * g.dstride, g.len)
                 if x < 0:
-                    return vm_status(p, x)
+                    return vm_status(p, x, <void*>(g.src + index_of(g.si, g.swide, i) * g.sstride), g.len)
                 i += 1
         elif e < 0:
-            return vm_status(p, e)
+            return vm_status(p, e, l[0].iov_base, l[0].iov_len)
         i = j
     return -FE_PEER_LOST if fx_gone(p.pidfd) else 0
 

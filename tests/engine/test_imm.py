@@ -146,3 +146,40 @@ def test_expecting_of_a_dead_peer_fails_when_it_is_named(pairs) -> None:  # type
     until(lambda: lost == [p.a.address] or lost)
     assert not plain.done()
     plain.cancel()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_expectations_cancelled_in_any_order_leave_the_others_theirs(pair: Pair, seed: int) -> None:
+    """Beside a model: a list of wanted counts, oldest first, of which any may be taken out."""
+    import random
+
+    rng = random.Random(seed)
+    model: list[tuple[int, fx.Transfer]] = []
+    ended: list[tuple[fx.Transfer, str]] = []
+    have = 0
+
+    def settle() -> None:
+        nonlocal have
+        while model and have >= model[0][0]:
+            n, t = model.pop(0)
+            have -= n
+            ended.append((t, "done"))
+
+    for _ in range(300):
+        what = rng.random()
+        if what < 0.5:
+            n = rng.randint(1, 4)
+            model.append((n, pair.b.expect_imm_count(9, n)))
+        elif what < 0.75 and model:
+            _, t = model.pop(rng.randrange(len(model)))
+            assert t.cancel()
+            ended.append((t, "cancelled"))
+        else:
+            pair.write(8, 9).wait()
+            have += 1
+        settle()
+        until(lambda: all(t.done() for t, _ in ended[-6:]) and pair.b.imm_count(9) == have)
+    assert all(t.status == how for t, how in ended)
+    assert all(t.status == "pending" for _, t in model)
+    pair.b.free_imm(9)
+    until(lambda: all(t.status == "cancelled" for _, t in model))
