@@ -24,6 +24,7 @@ from .address import MrDesc, NetAddr
 from .config import Config
 from .fabrics.base import Domain, Fabric, GroupSpec, LocalKey, Memory, RemoteKey
 from .memory import HostBuffer, as_memory
+from .topology import Topology
 
 log = logging.getLogger("fabricx")
 
@@ -364,6 +365,7 @@ class TransferEngine(_worker.EngineBase):
         self._fabric = cls()
         if isinstance(nics, int) and not 1 <= nics <= 16:
             raise errors.OutOfRange(f"nics is {nics}; it must be within 1 .. 16")
+        pins = self._pins(devices, cores)
         for i, device in enumerate(devices):
             group = _worker.Group(
                 self,
@@ -374,7 +376,7 @@ class TransferEngine(_worker.EngineBase):
                 busy=self.polling == "busy",
                 spin=self.config.spin,
                 yields=self.config.yields,
-                core=self._core(i, cores),
+                core=pins[i],
                 split_min=self.config.split_min,
                 max_early=self.config.max_early,
             )
@@ -414,12 +416,20 @@ class TransferEngine(_worker.EngineBase):
             buffer = HostBuffer(SCRATCH)
             self._scratches.append(self._register(as_memory(buffer), group, "scratch")[0])
 
-    def _core(self, index: int, cores: int) -> int:
-        """The core for a worker: from the top down, where there are enough to give one away."""
+    def _pins(self, devices: Sequence[str], cores: int) -> list[int]:
+        """The core for each device's worker: near the device, a different one for each, where there are enough."""
         if not self.config.pin or cores <= 4:
-            return -1
-        allowed = sorted(os.sched_getaffinity(0))
-        return allowed[-1 - index % (cores - 2)]
+            return [-1] * len(devices)
+        topology = Topology.read(nvml=None if any(d.startswith("cuda") for d in devices) else False)
+        pins: list[int] = []
+        for device in devices:
+            try:
+                near = topology.cores(device)
+            except errors.OutOfRange as e:  # "cpu:1" may stand for a second group on a machine with one node
+                log.info("%s: %s; its worker is pinned as for cpu:%d", self.name, e, topology.nodes[0].number)
+                near = topology.cores(f"cpu:{topology.nodes[0].number}")
+            pins.append(next((c for c in near if c not in pins), near[0]))
+        return pins
 
     @property
     def address(self) -> NetAddr:

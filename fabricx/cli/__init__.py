@@ -46,6 +46,14 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = Fa
     raise typer.Exit(report.run(as_json))
 
 
+@app.command()
+def topology(as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False) -> None:
+    """GPUs, RDMA NICs and NUMA nodes, and which NICs and cores each device would use and why."""
+    from . import topology_tables
+
+    topology_tables.run(as_json)
+
+
 @bench.command()
 def p2p(
     json_file: Annotated[Path | None, typer.Option("--json", help="write one row a case")] = None,

@@ -19,6 +19,7 @@ _WANTED_MEMLOCK = 1 << 30
 def look() -> dict[str, Any]:
     """Everything the report is made of."""
     from ..engine import FABRICS, choose_fabric, fabric_class
+    from ..topology import Topology
 
     fabrics = {}
     for name in FABRICS:
@@ -41,7 +42,8 @@ def look() -> dict[str, Any]:
         wrong.append(f"the local fabric does not work here: {fabrics['local']['why']}")
     if nofile != resource.RLIM_INFINITY and nofile < 1024:
         wrong.append(f"only {nofile} open files are allowed; raise the limit: ulimit -n 65536")
-    notes = []
+    seen = Topology.read().describe()
+    notes = list(seen.notes)
     if memlock != resource.RLIM_INFINITY and memlock < _WANTED_MEMLOCK:
         notes.append(f"RDMA NICs pin memory, and only {memlock >> 10} KiB may be locked; raise it: ulimit -l unlimited")
     return {
@@ -53,6 +55,8 @@ def look() -> dict[str, Any]:
         "libraries": versions,
         "fabrics": fabrics,
         "auto": {"fabric": choice, "why": why},
+        "network": seen.network,
+        "nics": {d.device: {c.nic: c.reason for c in d.nics} for d in seen.devices},
         "wrong": wrong,
         "notes": notes,
     }
@@ -75,12 +79,16 @@ def run(as_json: bool) -> int:
         t.add_row(name, "yes" if f["available"] else "no", f["why"])
     c.print(t)
     c.print(f'fabric="auto" takes {r["auto"]["fabric"]}: {r["auto"]["why"]}', highlight=False)
+    c.print(f"RDMA network: {r['network']}; see fabricx topology", highlight=False)
+    for device, nics in r["nics"].items():
+        for nic, reason in nics.items():
+            c.print(f"  {device} -> {nic}: {reason}", highlight=False)
     libs = ", ".join(f"{k} {v}" if v else f"no {k}" for k, v in r["libraries"].items())
     memlock = "unlimited" if r["memlock"] is None else f"{r['memlock'] >> 10} KiB"
     c.print(f"Python {r['python']}, kernel {r['kernel']}, {r['cores']} cores; {libs}", highlight=False)
     c.print(f"limits: {r['open_files']} open files, {memlock} of locked memory", highlight=False)
     for n in r["notes"]:
-        c.print(f"note: {n}", highlight=False)
+        c.print(f"note: {n}", highlight=False, markup=False)
     for w in r["wrong"]:
         c.print(f"wrong: {w}", style="red", highlight=False)
     return 1 if r["wrong"] else 0
