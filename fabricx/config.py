@@ -20,7 +20,7 @@ class Config:
     max_early : early immediates kept for one peer before it is cut off.
     spin : empty turns a driver spins before it yields (adaptive polling).
     yields : empty turns it yields before it sleeps.
-    pin : pin workers to cores (on machines with more than four).
+    pin : pin workers to cores near their devices (on machines with more than four).
     ofi_library : path of libfabric; empty: search.
     ofi_provider : provider to ask for; empty: efa where there is hardware, else tcp (net in 1.17).
     ofi_address : address or interface to bind to; empty: the provider's choice, loopback on tcp.

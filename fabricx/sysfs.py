@@ -243,7 +243,8 @@ def read_gpus(r: Reader) -> list[Gpu]:
             if driver and driver.name == "nvidia":
                 driven.append(name)
     owned: list[str] = []
-    for name in r.names("proc/driver/nvidia/gpus"):
+    listed = r.names("proc/driver/nvidia/gpus")
+    for name in listed:
         pci = pci_address(name)
         lines = r.text(f"proc/driver/nvidia/gpus/{name}/information").splitlines()
         info = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
@@ -251,7 +252,7 @@ def read_gpus(r: Reader) -> list[Gpu]:
         found[pci] = Gpu(pci, old.path, old.numa, uuid=info.get("GPU UUID", ""), name=info.get("Model", ""))
         if info.get("GPU Excluded", "No") != "Yes":
             owned.append(pci)
-    return number_gpus(found, sorted(owned or driven))
+    return number_gpus(found, sorted(owned if listed else driven))
 
 
 def number_gpus(found: dict[str, Gpu], owned: list[str]) -> list[Gpu]:

@@ -195,6 +195,17 @@ def test_one_fast_nic_does_not_outweigh_many(tmp_path: Path) -> None:
     assert chosen(t, "cuda:0") == ["mlx5_1", "mlx5_2", "mlx5_3", "mlx5_4"]
 
 
+def test_the_port_that_is_up_speaks_for_a_nic_of_two_ports(tmp_path: Path) -> None:
+    tree = flat(tmp_path, 1, {"mlx5_0": {"state": "DOWN"}, "mlx5_1": {"rate": "100 Gb/sec (4X EDR)", "layer": "Ethernet"}})
+    port = "sys/class/infiniband/mlx5_0/ports/2"
+    tree.write(f"{port}/state", "4: ACTIVE")
+    tree.write(f"{port}/rate", "200 Gb/sec (4X HDR)")
+    tree.write(f"{port}/link_layer", "InfiniBand")
+    t = read(tree)
+    assert chosen(t, "cuda:0") == ["mlx5_0"] and t.network == "mlx5, InfiniBand 200 Gb/s, 1 of 2 NICs"
+    assert [p.number for p in t.nics[0].ports] == [1, 2] and t.nics[0].best.number == 2
+
+
 def test_where_no_port_is_up_the_nics_are_given_all_the_same_and_it_is_said(tmp_path: Path) -> None:
     t = read(flat(tmp_path, 1, {"mlx5_0": {"state": "DOWN"}}))
     assert chosen(t, "cuda:0") == ["mlx5_0"] and t.network.endswith("none is up")
@@ -214,7 +225,7 @@ def test_distance_counts_the_bridges_between(tmp_path: Path) -> None:
     up = "pci0000:10/0000:10:01.0/0000:11:00.0"
     t = Tree(tmp_path).node(0, "0-3").node(1, "4-7").gpu(f"{up}/0000:12:00.0/0000:13:00.0", 0)
     t.nic("a", f"{up}/0000:12:01.0/0000:14:00.0", 0)
-    t.nic("b", f"{up}/0000:12:02.0/0000:15:00.0/0000:16:00.0/0000:17:00.0", 0)
+    t.nic("b", f"{up}/0000:12:02.0/0000:15:00.0/0000:17:00.0", 0)
     t.nic("c", "pci0000:10/0000:10:02.0/0000:18:00.0", 0)
     t.nic("d", "pci0000:20/0000:20:01.0/0000:21:00.0", 0)
     t.nic("e", "pci0000:30/0000:30:01.0/0000:31:00.0", 1)
@@ -286,6 +297,17 @@ def test_only_gpus_that_the_driver_lists_are_numbered_and_the_others_keep_their_
     assert len(t.gpus) == 8 and t.shares["0000:1b:00.0"][0].name == "mlx5_0"
 
 
+def test_a_gpu_that_the_driver_excludes_is_not_numbered(tmp_path: Path) -> None:
+    tree = trees.dgx_h100(tmp_path)
+    info = tmp_path / "proc/driver/nvidia/gpus/0000:43:00.0/information"
+    info.write_text(info.read_text().replace("Excluded:\t No", "Excluded:\t Yes"))
+    t = read(tree)
+    assert len(t.cuda) == 7 and chosen(t, "cuda:1") == ["mlx5_4"]
+    for bus, *_ in DGX_H100:
+        (tmp_path / f"proc/driver/nvidia/gpus/0000:{bus}:00.0/information").write_text("GPU Excluded: Yes")
+    assert read(tree).cuda == ()
+
+
 def test_without_proc_the_gpus_bound_to_the_driver_are_numbered(tmp_path: Path) -> None:
     t = Tree(tmp_path).node(0, "0-3")
     t.gpu("pci0000:00/0000:00:04.0", 0, proc=False).device("pci0000:00/0000:00:03.0", "0x10de", "0x030000", 0, "vfio-pci")
@@ -349,6 +371,7 @@ def test_nvml_gives_numbers_and_uuids(tmp_path: Path) -> None:
     nvml = nvml_of_dgx()
     t = read(trees.dgx_h100(tmp_path), "GPU-nvml-5", nvml=nvml)
     assert chosen(t, "cuda:0") == ["mlx5_9"] and t.gpu("cuda:0").name == "H100"
+    assert t.node("cuda:0") == 1
     assert nvml.running == 0
 
 
