@@ -276,7 +276,10 @@ def nic_order(n: Nic) -> tuple[object, ...]:
 def _nic(r: Reader, name: str) -> Nic:
     base = f"sys/class/infiniband/{name}"
     ports = tuple(_port(r, f"{base}/ports/{n}", int(n)) for n in r.names(f"{base}/ports") if n.isdecimal())
-    if r.real(f"{base}/device") is None:
+    desc, parent = r.text(f"{base}/node_desc"), r.text(f"{base}/parent")
+    real = r.real(base)
+    # Some kernels link a software NIC to the device of its interface, so that having a device proves no hardware.
+    if parent or desc == "rxe" or "Software iWARP" in desc or (real and "virtual" in real.parts):
         return _software(r, name, ports)
     pci, path, numa = _place(r, f"{base}/device")
     link = r.real(f"{base}/device/driver")
@@ -286,12 +289,12 @@ def _nic(r: Reader, name: str) -> Nic:
 
 
 def _software(r: Reader, name: str, ports: tuple[Port, ...]) -> Nic:
-    """A NIC without a device of its own (rxe, siw): it is where its network interface is."""
+    """A NIC without hardware of its own (rxe, siw): it is where its network interface is."""
     base = f"sys/class/infiniband/{name}"
-    desc = r.text(f"{base}/node_desc")
-    driver = "siw" if "iWARP" in desc else "rxe" if desc.startswith("rxe") or name.startswith("rxe") else "software"
+    siw = "Software iWARP" in r.text(f"{base}/node_desc") or name.startswith("siw")
+    driver = "siw" if siw else "rxe"
     netdev = r.text(f"{base}/parent") or r.text(f"{base}/ports/1/gid_attrs/ndevs/0")
-    pci, path, numa = _place(r, f"sys/class/net/{netdev}/device") if netdev else ("", (), -1)
+    pci, path, numa = _place(r, f"sys/class/net/{netdev}/device" if netdev else f"{base}/device")
     return Nic(name, driver, "", pci, path, numa, True, (netdev,) if netdev else (), ports)
 
 

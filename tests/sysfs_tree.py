@@ -88,12 +88,15 @@ class Tree:
         self.link(f"sys/class/net/{name}", path)
         return self
 
-    def rxe(self, name: str, netdev: str) -> Tree:
-        """A Soft-RoCE device on a network interface."""
+    def rxe(self, name: str, netdev: str, old: bool = False) -> Tree:
+        """A Soft-RoCE device on a network interface; old kernels link it to the interface's device."""
         path = Path("sys/devices/virtual/infiniband", name)
         self._rdma(name, path, PORT | {"layer": "Ethernet", "rate": "2.5 Gb/sec (1X SDR)"})
         self.write(path / "parent", netdev)
         self.write(path / "node_desc", "rxe")
+        if old:
+            device = (self.root / f"sys/class/net/{netdev}/device").resolve().relative_to(self.root.resolve())
+            self.link(path / "device", device)
         return self
 
     def _rdma(self, name: str, path: Path, port: dict[str, str]) -> None:

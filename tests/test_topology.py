@@ -144,8 +144,9 @@ def test_a_laptop_has_a_gpu_and_no_nic(tmp_path: Path) -> None:
     assert t.cores("cuda:0", range(16)) == (14, 12, 10, 8, 6, 4, 2, 15, 13, 11, 9, 7, 5, 3, 1, 0)
 
 
-def test_soft_roce_is_where_its_interface_is_and_serves_where_there_is_nothing_else(tmp_path: Path) -> None:
-    t = read(trees.laptop(tmp_path).rxe("rxe0", "enp0s31f6"))
+@pytest.mark.parametrize("old", [False, True])
+def test_soft_roce_is_where_its_interface_is_and_serves_where_there_is_nothing_else(tmp_path: Path, old: bool) -> None:
+    t = read(trees.laptop(tmp_path).rxe("rxe0", "enp0s31f6", old))
     (nic,) = t.nics
     assert (nic.driver, nic.software, nic.pci, nic.numa) == ("rxe", True, "0000:00:1f.6", 0)
     assert t.nearest_nics("cuda:0")[0].distance == Distance.HOST_BRIDGE
@@ -521,6 +522,7 @@ def test_links_that_lead_nowhere_are_devices_at_an_unknown_place(tmp_path: Path)
     tree.write("sys/class/infiniband/loop", "")
     t = read(tree)
     assert [n.name for n in t.nics] == ["loop", "mlx5_0"] and {n.pci for n in t.nics} == {""}
+    assert [(n.driver, n.software) for n in t.nics] == [("loop", False), ("mlx5", False)]
     assert len(chosen(t, "cuda:0")) == 1
 
 
