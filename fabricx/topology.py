@@ -69,7 +69,8 @@ class DeviceRow:
 
 @dataclass(frozen=True, slots=True)
 class NicRow:
-    """One NIC. `used_by` names the GPUs it was given to; `aside` says why it is used by none, if it was set aside."""
+    """One NIC. `used_by` names the GPUs it was given to; `aside` says why it is used by none, if it was set aside;
+    `use` is either in words."""
 
     nic: str
     driver: str
@@ -80,6 +81,7 @@ class NicRow:
     netdevs: tuple[str, ...]
     used_by: tuple[str, ...]
     aside: str
+    use: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +105,8 @@ class Description:
     def __str__(self) -> str:
         lines = [f"NUMA node {n.node}: cores {n.cores or 'none'}" for n in self.nodes]
         for n in self.nics:
-            use = n.aside or (f"for {', '.join(n.used_by)}" if n.used_by else "nearest to no GPU")
             where = n.pci or "no PCI address"
-            lines.append(f"{n.nic} ({n.driver or 'unknown driver'}, {where}, node {n.numa}, {n.state}, {n.link}): {use}")
+            lines.append(f"{n.nic} ({n.driver or 'unknown driver'}, {where}, node {n.numa}, {n.state}, {n.link}): {n.use}")
         for d in self.devices:
             lines.append(f"{d.device}{f' ({d.name})' if d.name else ''}, node {d.numa}: cores {show_cores(d.cores)}")
             lines += [f"  {c.nic}: {c.reason}" for c in d.nics] or ["  no NIC"]
@@ -316,7 +317,10 @@ class Topology:
     def _nic_row(self, n: Nic) -> NicRow:
         state = n.best.state.lower() or "state unknown"
         used = tuple(self.label(g) for g in self._users[n.name])
-        return NicRow(n.name, n.driver, n.pci, n.numa, state, _link(n), n.netdevs, used, self.aside.get(n.name, ""))
+        aside = self.aside.get(n.name, "")
+        idle = "nearest to no GPU" if self.gpus else "there is no GPU"
+        use = aside or (f"for {', '.join(used)}" if used else idle)
+        return NicRow(n.name, n.driver, n.pci, n.numa, state, _link(n), n.netdevs, used, aside, use)
 
     def __str__(self) -> str:
         return str(self.describe())

@@ -62,7 +62,8 @@ def test_the_storage_nics_of_a_dgx_h100_are_for_no_gpu_and_the_reason_is_told(tm
     assert rows["mlx5_2"].aside == rows["mlx5_8"].aside == "another network: mlx5, Ethernet 200 Gb/s"
     assert not rows["mlx5_1"].used_by and not rows["mlx5_7"].used_by
     assert t.network == "mlx5, InfiniBand 400 Gb/s, 10 of 12 NICs"
-    assert rows["mlx5_10"].netdevs == ("ibp206s0",) and rows["mlx5_10"].used_by == ("cuda:6",)
+    assert rows["mlx5_1"].use == "nearest to no GPU" and rows["mlx5_2"].use == rows["mlx5_2"].aside
+    assert rows["mlx5_10"].use == "for cuda:6" and rows["mlx5_10"].netdevs == ("ibp206s0",) and rows["mlx5_10"].used_by == ("cuda:6",)
     assert chosen(t, "cpu:0") == ["mlx5_0", "mlx5_3", "mlx5_4", "mlx5_5"]
     assert chosen(t, "cpu:1") == ["mlx5_6", "mlx5_9", "mlx5_10", "mlx5_11"]
 
@@ -211,6 +212,12 @@ def test_where_no_port_is_up_the_nics_are_given_all_the_same_and_it_is_said(tmp_
     t = read(flat(tmp_path, 1, {"mlx5_0": {"state": "DOWN"}}))
     assert chosen(t, "cuda:0") == ["mlx5_0"] and t.network.endswith("none is up")
     assert t.describe(EVERYTHING).nics[0].state == "down"
+
+
+def test_without_gpus_a_numa_node_has_all_the_nics(tmp_path: Path) -> None:
+    t = read(flat(tmp_path, 0, {"mlx5_0": {}, "mlx5_1": {}}))
+    assert chosen(t, "cpu:0") == ["mlx5_0", "mlx5_1"]
+    assert {n.use for n in t.describe(EVERYTHING).nics} == {"there is no GPU"}
 
 
 def test_in_a_vm_with_one_host_bridge_the_numa_node_decides(tmp_path: Path) -> None:

@@ -43,10 +43,9 @@ def tables(d: Description) -> list[Table]:
     nodes = Table("node", "cores", title="NUMA nodes")
     for n in d.nodes:
         nodes.add_row(str(n.node), n.cores)
-    nics = Table("NIC", "driver", "PCI", "node", "state", "link", "interfaces", "used by", title="RDMA NICs")
+    nics = Table("NIC", "driver", "PCI", "node", "state", "link", "interfaces", "use", title="RDMA NICs")
     for n in d.nics:
-        use = ", ".join(n.used_by) or n.aside or "nearest to no GPU"
-        nics.add_row(n.nic, n.driver, n.pci, _node(n.numa), n.state, n.link, ", ".join(n.netdevs), use)
+        nics.add_row(n.nic, n.driver, n.pci, _node(n.numa), n.state, n.link, ", ".join(n.netdevs), n.use)
     devices = Table("device", "PCI", "node", "cores, best first", "NIC", "why", title="devices")
     for r in d.devices:
         cores = ", ".join(map(str, r.cores[:_CORES_SHOWN])) + (f" of {show_cores(r.cores)}" if r.cores[_CORES_SHOWN:] else "")
