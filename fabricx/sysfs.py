@@ -43,8 +43,8 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """One port of a NIC: `state` as in ``"ACTIVE"``, `link_layer` as in ``"InfiniBand"`` (empty: unknown), `rate` in Gb/s
-    (0: unknown)."""
+    """One port of a NIC: `state` as in ``"ACTIVE"``, `link_layer` as in ``"InfiniBand"`` (empty: unknown), `rate` in
+    Gb/s (0: unknown)."""
 
     number: int
     state: str
@@ -231,7 +231,7 @@ def _place(r: Reader, device: str | Path) -> tuple[str, tuple[str, ...], int]:
 
 
 def read_gpus(r: Reader) -> list[Gpu]:
-    """NVIDIA GPUs in PCI order, numbered as the driver does: those that /proc/driver/nvidia lists, else those bound to it."""
+    """NVIDIA GPUs in PCI order, numbered as the driver does: those in /proc/driver/nvidia, else those bound to it."""
     found: dict[str, Gpu] = {}
     driven: list[str] = []
     for name in r.names("sys/bus/pci/devices"):
@@ -258,9 +258,7 @@ def read_gpus(r: Reader) -> list[Gpu]:
 def number_gpus(found: dict[str, Gpu], owned: list[str]) -> list[Gpu]:
     """The GPUs in PCI order; those of `owned` numbered in its order, the others -1."""
     index = {pci: i for i, pci in enumerate(owned)}
-    return [
-        Gpu(g.pci, g.path, g.numa, index.get(pci, -1), g.uuid, g.name, g.migs) for pci, g in sorted(found.items())
-    ]
+    return [Gpu(g.pci, g.path, g.numa, index.get(pci, -1), g.uuid, g.name, g.migs) for pci, g in sorted(found.items())]
 
 
 def read_nics(r: Reader) -> list[Nic]:

@@ -1,8 +1,8 @@
 """Which NICs and which cores are near a GPU or a NUMA node, by a fixed rule that can say why.
 
-The rule for NICs: only the NICs of one network are used, the one with the most bandwidth. Each GPU takes the NICs at its
-nearest distance; GPUs that have the same NICs nearest divide them in PCI order, or share them evenly where there are too
-few. GPUs that this process cannot see take part, so that processes with different CUDA_VISIBLE_DEVICES agree.
+The rule for NICs: only the NICs of one network are used, the one with the most bandwidth. Each GPU takes the NICs at
+its nearest distance; GPUs that have the same NICs nearest divide them in PCI order, or share them evenly where there
+are too few. GPUs that this process cannot see take part, so that processes with different CUDA_VISIBLE_DEVICES agree.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ class Description:
         lines = [f"NUMA node {n.node}: cores {n.cores or 'none'}" for n in self.nodes]
         for n in self.nics:
             where = n.pci or "no PCI address"
-            lines.append(f"{n.nic} ({n.driver or 'unknown driver'}, {where}, node {n.numa}, {n.state}, {n.link}): {n.use}")
+            lines.append(
+                f"{n.nic} ({n.driver or 'unknown driver'}, {where}, node {n.numa}, {n.state}, {n.link}): {n.use}"
+            )
         for d in self.devices:
             lines.append(f"{d.device}{f' ({d.name})' if d.name else ''}, node {d.numa}: cores {show_cores(d.cores)}")
             lines += [f"  {c.nic}: {c.reason}" for c in d.nics] or ["  no NIC"]
@@ -216,8 +218,8 @@ class Topology:
         Parameters
         ----------
         device : ``"cuda:N"`` or ``"cpu:NODE"``.
-        count : None for the device's own share, at least one NIC if there is any that is up. A number takes that many, or
-            all of the network if it has fewer: the own share, then those of others, nearest first.
+        count : None for the device's own share, at least one NIC if there is any. A number takes that many, or all of
+            the network if it has fewer: the own share, then those of others, nearest first, then what no GPU takes.
 
         Raises
         ------
@@ -230,7 +232,7 @@ class Topology:
         return self._choices(place, self._own(place), count)
 
     def _own(self, place: Gpu) -> tuple[Nic, ...]:
-        """The share of a GPU; of a NUMA node, all that is nearest, without what GPUs leave alone if they use some there."""
+        """The share of a GPU; of a NUMA node, all that is nearest, without what GPUs leave alone if they use some."""
         if place.pci:
             return self.shares[place.pci]
         near = _nearest(place, self._usable)
@@ -255,7 +257,11 @@ class Topology:
         if not place.pci:
             return Choice(nic.name, d, f"{where}{rank}", tuple(users))
         peers = [g for g in self.gpus if _nearest(g, self._usable) == near]
-        part = f"; {_many(len(near), 'NIC')} there for {_many(len(peers), 'GPU')}" if len(peers) > 1 or len(near) > 1 else ""
+        part = (
+            f"; {_many(len(near), 'NIC')} there for {_many(len(peers), 'GPU')}"
+            if len(peers) > 1 or len(near) > 1
+            else ""
+        )
         sharing = f"; shared with {', '.join(users)}" if users else ""
         return Choice(nic.name, d, f"{where}{rank}{part}{sharing}", tuple(users))
 
@@ -268,8 +274,8 @@ class Topology:
         """Cores to pin a worker of the device to, best first.
 
         Those of its NUMA node that this process may use, or all it may use if the node is unknown or has none of them.
-        From the top down, one of each physical core first; core 0, where the system's own work gathers, last. GPUs of one
-        node start at different cores, and so do their processes.
+        From the top down, one of each physical core first; core 0, where the system's own work gathers, last. GPUs of
+        one node start at different cores, and so do their processes.
 
         Parameters
         ----------
@@ -368,8 +374,8 @@ def _choose_network(nics: tuple[Nic, ...]) -> tuple[tuple[Nic, ...], str, dict[s
     """The NICs to use, the network's name, and why each of the others is set aside.
 
     Hardware that is up before software that is up before what is down; of those the NICs of one driver, link layer and
-    rate, namely the ones with the most bandwidth in all, then the most NICs, then InfiniBand. Storage and management NICs
-    are fewer or slower, and one transfer cannot be spread over networks that do not reach the same peers.
+    rate, namely the ones with the most bandwidth in all, then the most NICs, then InfiniBand. Storage and management
+    NICs are fewer or slower, and one transfer cannot be spread over networks that do not reach the same peers.
     """
     if not nics:
         return (), "no RDMA device", {}
@@ -396,8 +402,8 @@ def _choose_network(nics: tuple[Nic, ...]) -> tuple[tuple[Nic, ...], str, dict[s
 
 
 def _share(gpus: tuple[Gpu, ...], nics: tuple[Nic, ...]) -> dict[str, tuple[Nic, ...]]:
-    """The NICs of each GPU. GPUs with the same nearest NICs are a cell; the cell that is nearest goes first, and of those
-    the one with the least choice."""
+    """The NICs of each GPU. GPUs with the same nearest NICs are a cell; the nearest cell goes first, and of those the
+    one with the least choice."""
     if not nics:
         return {g.pci: () for g in gpus}
     cells: dict[tuple[Nic, ...], list[Gpu]] = {}

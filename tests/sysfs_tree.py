@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from fabricx.sysfs import parse_cores
+from fabricx.topology import Topology
 
 PORT = {"state": "ACTIVE", "layer": "InfiniBand", "rate": "400 Gb/sec (4X NDR)"}
 _STATES = {"DOWN": 1, "INIT": 2, "ACTIVE": 4}
@@ -60,12 +61,16 @@ class Tree:
             self.link(path / "driver", f"sys/bus/pci/drivers/{driver}")
         return path
 
-    def gpu(self, chain: str, numa: int, name: str = "NVIDIA H100 80GB HBM3", cls: str = "0x030200", proc: bool = True) -> Tree:
+    def gpu(
+        self, chain: str, numa: int, name: str = "NVIDIA H100 80GB HBM3", cls: str = "0x030200", proc: bool = True
+    ) -> Tree:
         """A GPU of the nvidia driver; its UUID is GPU-<n>0000000-... by order of building."""
         self.device(chain, "0x10de", cls, numa, "nvidia")
         if proc:
             uuid, pci = gpu_uuid(self.gpus), chain.rpartition("/")[2]
-            info = f"Model: \t\t {name}\nIRQ:   \t\t 10\nGPU UUID: \t {uuid}\nBus Location: \t {pci}\nGPU Excluded:\t No"
+            info = (
+                f"Model: \t\t {name}\nIRQ:   \t\t 10\nGPU UUID: \t {uuid}\nBus Location: \t {pci}\nGPU Excluded:\t No"
+            )
             self.write(f"proc/driver/nvidia/gpus/{pci}/information", info)
         self.gpus += 1
         return self
@@ -106,13 +111,19 @@ class Tree:
         self.link(f"sys/class/infiniband/{name}", path)
 
 
+def read(tree: Tree, visible: str | None = None, **kw: object) -> Topology:
+    """The topology of a tree, for a process with these CUDA_VISIBLE_DEVICES."""
+    environ = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    return Topology.read(tree.root, environ=environ, **kw)
+
+
 def gpu_uuid(n: int) -> str:
     """The UUID of the n-th GPU built."""
     return f"GPU-{n}0000000-1111-2222-3333-444444444444"
 
 
-#: GPU bus, NIC bus, NIC and its interface, by GPU: "Network Modules" in NVIDIA's DGX H100 user guide. The interface names
-#: tell the bus of each NIC (ibp24s0: 0x18); GPUs 0 .. 3 are on socket 0.
+#: GPU bus, NIC bus, NIC and its interface, by GPU: "Network Modules" in NVIDIA's DGX H100 user guide. The interface
+#: names tell the bus of each NIC (ibp24s0: 0x18); GPUs 0 .. 3 are on socket 0.
 DGX_H100 = [
     ("1b", "18", "mlx5_0", "ibp24s0"),
     ("43", "40", "mlx5_3", "ibp64s0"),
@@ -156,8 +167,8 @@ def dgx_h100(root: Path, down: tuple[str, ...] = ()) -> Tree:
 
 
 def p5(root: Path) -> Tree:
-    """An AWS p5.48xlarge: eight switches (upstream ports at 45, 56, 67, ... as in aws-ofi-nccl's topology file), each with
-    four EFA NICs and then the GPU."""
+    """An AWS p5.48xlarge: eight switches (upstream ports at 45, 56, 67, ... as in aws-ofi-nccl's topology file), each
+    with four EFA NICs and then the GPU."""
     t = Tree(root).node(0, "0-47,96-143").node(1, "48-95,144-191")
     t.threads(*(f"{c},{c + 96}" for c in range(96)))
     for i in range(8):
@@ -165,7 +176,14 @@ def p5(root: Path) -> Tree:
         chain = f"pci0000:{up - 1:02x}/0000:{up - 1:02x}:01.0/0000:{up:02x}:00.0/0000:{up + 1:02x}:"
         for j in range(4):
             bus = up + 10 + j
-            t.nic(f"rdmap{bus}s0", f"{chain}0{j}.0/0000:{bus:02x}:00.0", i // 4, "efa", layer="Unknown", rate="100 Gb/sec (4X EDR)")
+            t.nic(
+                f"rdmap{bus}s0",
+                f"{chain}0{j}.0/0000:{bus:02x}:00.0",
+                i // 4,
+                "efa",
+                layer="Unknown",
+                rate="100 Gb/sec (4X EDR)",
+            )
         t.gpu(f"{chain}04.0/0000:{up + 14:02x}:00.0", i // 4)
     return t
 
@@ -180,7 +198,14 @@ def p5en(root: Path) -> Tree:
         chain = f"pci0000:{up - 1:02x}/0000:{up - 1:02x}:01.0/0000:{up:02x}:00.0/0000:{up + 1:02x}:"
         for j in range(4):
             bus = first + j
-            t.nic(f"rdmap{bus}s0", f"{chain}0{j}.0/0000:{bus:02x}:00.0", i // 2, "efa", layer="Unknown", rate="200 Gb/sec (4X HDR)")
+            t.nic(
+                f"rdmap{bus}s0",
+                f"{chain}0{j}.0/0000:{bus:02x}:00.0",
+                i // 2,
+                "efa",
+                layer="Unknown",
+                rate="200 Gb/sec (4X HDR)",
+            )
         for j in range(2):
             t.gpu(f"{chain}0{4 + j}.0/0000:{first + 4 + j:02x}:00.0", i // 2, "NVIDIA H200")
     return t
@@ -190,7 +215,14 @@ def two_sockets(root: Path) -> Tree:
     """Four GPUs in slots of their own, two a socket, and one NIC on socket 0 beside the first."""
     t = Tree(root).node(0, "0-15,32-47").node(1, "16-31,48-63").threads(*(f"{c},{c + 32}" for c in range(32)))
     t.gpu("pci0000:16/0000:16:02.0/0000:17:00.0", 0, "NVIDIA A100-PCIE-40GB")
-    t.nic("mlx5_0", "pci0000:16/0000:16:04.0/0000:18:00.0", 0, netdev="enp24s0np0", layer="Ethernet", rate="100 Gb/sec (4X EDR)")
+    t.nic(
+        "mlx5_0",
+        "pci0000:16/0000:16:04.0/0000:18:00.0",
+        0,
+        netdev="enp24s0np0",
+        layer="Ethernet",
+        rate="100 Gb/sec (4X EDR)",
+    )
     t.gpu("pci0000:64/0000:64:02.0/0000:65:00.0", 0, "NVIDIA A100-PCIE-40GB")
     t.gpu("pci0000:b2/0000:b2:02.0/0000:b3:00.0", 1, "NVIDIA A100-PCIE-40GB")
     t.gpu("pci0000:e2/0000:e2:02.0/0000:e3:00.0", 1, "NVIDIA A100-PCIE-40GB")
@@ -198,7 +230,7 @@ def two_sockets(root: Path) -> Tree:
 
 
 def laptop(root: Path) -> Tree:
-    """Eight cores of two threads, numbered side by side, an integrated display, an NVIDIA GPU, and a wired interface."""
+    """Eight cores of two threads, numbered side by side, an integrated display, an NVIDIA GPU and a wired interface."""
     t = Tree(root).node(0, "0-15").threads(*(f"{c}-{c + 1}" for c in range(0, 16, 2)))
     t.device("pci0000:00/0000:00:02.0", "0x8086", "0x030000", -1, "i915")
     t.gpu("pci0000:00/0000:00:01.0/0000:01:00.0", -1, "NVIDIA GeForce RTX 4070 Laptop GPU", cls="0x030000")

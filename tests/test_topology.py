@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import sysfs_tree as trees
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from sysfs_tree import DGX_H100, Tree, gpu_uuid
+from sysfs_tree import DGX_H100, Tree, gpu_uuid, read
 
 from fabricx import Config, OutOfRange, engine
 from fabricx.cli import topology_tables as cli
-from fabricx.sysfs import Gpu, Nic, Node, Port, natural, parse_cores, show_cores
-from fabricx.topology import Distance, Topology, _nearest
+from fabricx.sysfs import Gpu
+from fabricx.topology import Distance, Topology
 
 ROOT = Path(__file__).resolve().parents[1]
 EVERYTHING = range(1024)
-
-
-def read(tree: Tree, visible: str | None = None, **kw: object) -> Topology:
-    environ = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-    return Topology.read(tree.root, environ=environ, **kw)
 
 
 def chosen(t: Topology, device: str, count: int | None = None) -> list[str]:
@@ -63,7 +54,11 @@ def test_the_storage_nics_of_a_dgx_h100_are_for_no_gpu_and_the_reason_is_told(tm
     assert not rows["mlx5_1"].used_by and not rows["mlx5_7"].used_by
     assert t.network == "mlx5, InfiniBand 400 Gb/s, 10 of 12 NICs"
     assert rows["mlx5_1"].use == "nearest to no GPU" and rows["mlx5_2"].use == rows["mlx5_2"].aside
-    assert rows["mlx5_10"].use == "for cuda:6" and rows["mlx5_10"].netdevs == ("ibp206s0",) and rows["mlx5_10"].used_by == ("cuda:6",)
+    assert (
+        rows["mlx5_10"].use == "for cuda:6"
+        and rows["mlx5_10"].netdevs == ("ibp206s0",)
+        and rows["mlx5_10"].used_by == ("cuda:6",)
+    )
     assert chosen(t, "cpu:0") == ["mlx5_0", "mlx5_3", "mlx5_4", "mlx5_5"]
     assert chosen(t, "cpu:1") == ["mlx5_6", "mlx5_9", "mlx5_10", "mlx5_11"]
 
@@ -132,7 +127,8 @@ def test_four_gpus_share_the_one_nic_of_a_two_socket_box(tmp_path: Path) -> None
     c = t.nearest_nics("cuda:2")[0]
     assert c.shared_with == ("cuda:0", "cuda:1", "cuda:3")
     assert c.reason == (
-        "other NUMA node (NIC on 0, device on 1), none is nearer; 1 NIC there for 4 GPUs; shared with cuda:0, cuda:1, cuda:3"
+        "other NUMA node (NIC on 0, device on 1), none is nearer; "
+        "1 NIC there for 4 GPUs; shared with cuda:0, cuda:1, cuda:3"
     )
     assert chosen(t, "cpu:1") == ["mlx5_0"]
 
@@ -198,7 +194,9 @@ def test_one_fast_nic_does_not_outweigh_many(tmp_path: Path) -> None:
 
 
 def test_the_port_that_is_up_speaks_for_a_nic_of_two_ports(tmp_path: Path) -> None:
-    tree = flat(tmp_path, 1, {"mlx5_0": {"state": "DOWN"}, "mlx5_1": {"rate": "100 Gb/sec (4X EDR)", "layer": "Ethernet"}})
+    tree = flat(
+        tmp_path, 1, {"mlx5_0": {"state": "DOWN"}, "mlx5_1": {"rate": "100 Gb/sec (4X EDR)", "layer": "Ethernet"}}
+    )
     port = "sys/class/infiniband/mlx5_0/ports/2"
     tree.write(f"{port}/state", "4: ACTIVE")
     tree.write(f"{port}/rate", "200 Gb/sec (4X HDR)")
@@ -285,7 +283,9 @@ def test_hidden_gpus_keep_their_nics(tmp_path: Path, visible: str | None, gpus: 
     t = read(trees.dgx_h100(tmp_path), visible)
     assert [v.gpu.pci[5:7] for v in t.cuda if v.gpu] == [DGX_H100[i][0] for i in gpus]
     assert [chosen(t, f"cuda:{n}") for n in range(len(gpus))] == [[DGX_H100[i][2]] for i in gpus]
-    with pytest.raises(OutOfRange, match=rf"cuda:{len(gpus)}: this process sees .*; {8 - len(gpus)} of 8 GPUs are hidden"):
+    with pytest.raises(
+        OutOfRange, match=rf"cuda:{len(gpus)}: this process sees .*; {8 - len(gpus)} of 8 GPUs are hidden"
+    ):
         t.nearest_nics(f"cuda:{len(gpus)}")
     devices = [d.device for d in t.describe(EVERYTHING).devices]
     assert len([d for d in devices if "hidden" in d]) == 8 - len(gpus) and "cpu:1" in devices
@@ -318,7 +318,9 @@ def test_a_gpu_that_the_driver_excludes_is_not_numbered(tmp_path: Path) -> None:
 
 def test_without_proc_the_gpus_bound_to_the_driver_are_numbered(tmp_path: Path) -> None:
     t = Tree(tmp_path).node(0, "0-3")
-    t.gpu("pci0000:00/0000:00:04.0", 0, proc=False).device("pci0000:00/0000:00:03.0", "0x10de", "0x030000", 0, "vfio-pci")
+    t.gpu("pci0000:00/0000:00:04.0", 0, proc=False).device(
+        "pci0000:00/0000:00:03.0", "0x10de", "0x030000", 0, "vfio-pci"
+    )
     seen = read(t)
     assert [g.index for g in seen.gpus] == [-1, 0] and len(seen.cuda) == 1
 
@@ -372,7 +374,12 @@ class Nvml:
 
 
 def nvml_of_dgx(**migs: list[str | None]) -> Nvml:
-    return Nvml([(f"00000000:{b[0].upper()}:00.0", f"GPU-nvml-{i}", "H100", migs.get(f"gpu{i}", [])) for i, b in enumerate(DGX_H100)])
+    return Nvml(
+        [
+            (f"00000000:{b[0].upper()}:00.0", f"GPU-nvml-{i}", "H100", migs.get(f"gpu{i}", []))
+            for i, b in enumerate(DGX_H100)
+        ]
+    )
 
 
 def test_nvml_gives_numbers_and_uuids(tmp_path: Path) -> None:
@@ -539,91 +546,6 @@ def test_a_gpu_known_only_to_the_driver_is_at_an_unknown_place(tmp_path: Path) -
     t = read(tree)
     assert t.gpu("cuda:0") == Gpu("0000:17:00.0", index=0, uuid=gpu_uuid(0), name="NVIDIA A100-PCIE-40GB")
     assert t.distance("cuda:0", "mlx5_0") == Distance.UNKNOWN and chosen(t, "cuda:0") == ["mlx5_0"]
-
-
-# ---------------------------------------------------------------------- any tree
-
-Place = tuple[int, tuple[int, ...]]
-PLACES = st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), max_size=4).map(tuple))
-PORTS = st.sampled_from(
-    [("ACTIVE", "InfiniBand", "400"), ("ACTIVE", "InfiniBand", "400"), ("ACTIVE", "Ethernet", "200"), ("DOWN", "InfiniBand", "10")]
-)
-MACHINES = st.tuples(
-    st.lists(st.sampled_from([-1, 0, 1]), min_size=3, max_size=3),
-    st.lists(PLACES, max_size=9),
-    st.lists(st.tuples(PLACES, PORTS), max_size=12),
-)
-
-
-def build(numas: list[int], gpus: list[Place], nics: list[tuple[Place, tuple[str, str, str]]]) -> tuple[list[Gpu], list[Nic]]:
-    """GPUs and NICs of a drawn machine. Every bridge and device has a bus of its own, and its host bridge's NUMA node."""
-    buses: dict[Place, int] = {}
-
-    def path(host: int, bridges: tuple[int, ...], number: int) -> tuple[str, ...]:
-        above = [buses.setdefault((host, bridges[: i + 1]), len(buses)) for i in range(len(bridges))]
-        return (f"pci0000:{host:02x}", *(f"0001:{b:02x}:00.0" for b in above), f"0000:{number + 16:02x}:00.0")
-
-    made = [path(h, b, i) for i, (h, b) in enumerate(gpus)]
-    g = [Gpu(p[-1], p, numas[h], index=i) for i, (p, (h, _)) in enumerate(zip(made, gpus, strict=True))]
-    n = []
-    for i, ((h, b), (state, layer, rate)) in enumerate(nics):
-        p = path(h, b, i + 100)
-        n.append(Nic(f"mlx5_{i}", "mlx5", "0x15b3", p[-1], p, numas[h], ports=(Port(1, state, layer, float(rate)),)))
-    return g, n
-
-
-@settings(max_examples=300, deadline=None)
-@given(MACHINES, st.randoms(use_true_random=False))
-def test_any_machine_is_shared_fairly(machine: tuple, shuffle: random.Random) -> None:
-    gpus, nics = build(*machine)
-    t = Topology(tuple(gpus), tuple(nics), (Node(0, ()), Node(1, ())))
-    usable = [n for n in nics if n.name not in t.aside]
-    assert bool(usable) == bool(nics)
-    cells: dict[tuple[Nic, ...], list[Gpu]] = {}
-    for g in gpus:
-        share = t.shares[g.pci]
-        assert bool(share) == bool(nics), "each GPU has a NIC if there is one"
-        near = _nearest(g, t._usable)
-        assert set(share) <= set(near), "only the nearest"
-        cells.setdefault(near, []).append(g)
-    load = Counter(n for s in t.shares.values() for n in s)
-    for near, cell in cells.items():
-        sizes = [len(t.shares[g.pci]) for g in cell]
-        assert max(sizes) - min(sizes) <= 1, "equal shares"
-        assert all(load[n] for n in near), "none of the nearest lies idle"
-        mine = Counter(n for g in cell for n in t.shares[g.pci])
-        others = {n for c, gs in cells.items() if c != near for g in gs for n in t.shares[g.pci]}
-        if near and not others.intersection(near):
-            assert max(mine[n] for n in near) - min(mine[n] for n in near) <= 1, "equal loads"
-            assert len(near) < len(cell) or max(mine.values()) == 1, "no sharing where there are enough"
-    shuffle.shuffle(gpus)
-    shuffle.shuffle(nics)
-    again = Topology(tuple(gpus), tuple(nics), t.nodes)
-    assert (again.shares, again.network, again.aside) == (t.shares, t.network, t.aside), "the order of finding is nothing"
-
-
-@settings(max_examples=25, deadline=None)
-@given(machine=MACHINES)
-def test_any_machine_is_read_as_it_is(tmp_path_factory: pytest.TempPathFactory, machine: tuple) -> None:
-    gpus, nics = build(*machine)
-    tree = Tree(tmp_path_factory.mktemp("tree")).node(0, "0-3").node(1, "4-7")
-    for g in gpus:
-        tree.gpu("/".join(g.path), g.numa, "H100")
-    for n in nics:
-        port = n.ports[0]
-        tree.nic(n.name, "/".join(n.path), n.numa, state=port.state, layer=port.link_layer, rate=f"{port.rate:g} Gb/sec")
-    t = read(tree)
-    assert [(g.path, g.numa, g.index) for g in t.gpus] == [(g.path, g.numa, g.index) for g in gpus]
-    assert list(t.nics) == nics and t.notes == ()
-
-
-@given(st.sets(st.integers(0, 300), max_size=40))
-def test_core_lists_survive_writing_and_reading(cores: set[int]) -> None:
-    assert parse_cores(show_cores(tuple(cores))) == tuple(sorted(cores))
-
-
-def test_names_are_in_numeric_order() -> None:
-    assert sorted(["mlx5_10", "mlx5_2", "efa", "2"], key=natural) == ["2", "efa", "mlx5_2", "mlx5_10"]
 
 
 # ---------------------------------------------------------------------- who uses it

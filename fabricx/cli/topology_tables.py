@@ -48,7 +48,9 @@ def tables(d: Description) -> list[Table]:
         nics.add_row(n.nic, n.driver, n.pci, _node(n.numa), n.state, n.link, ", ".join(n.netdevs), n.use)
     devices = Table("device", "PCI", "node", "cores, best first", "NIC", "why", title="devices")
     for r in d.devices:
-        cores = ", ".join(map(str, r.cores[:_CORES_SHOWN])) + (f" of {show_cores(r.cores)}" if r.cores[_CORES_SHOWN:] else "")
+        cores = ", ".join(map(str, r.cores[:_CORES_SHOWN])) + (
+            f" of {show_cores(r.cores)}" if r.cores[_CORES_SHOWN:] else ""
+        )
         first = (r.device, r.pci, _node(r.numa), cores)
         for i, choice in enumerate(r.nics):
             devices.add_row(*(first if i == 0 else ("", "", "", "")), choice.nic, choice.reason)
