@@ -8,6 +8,9 @@ from dataclasses import dataclass, fields
 from .errors import OutOfRange
 
 
+_MOST32 = (1 << 32) - 1
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """Settings of an engine. Times are in seconds, sizes in bytes.
@@ -48,9 +51,10 @@ class Config:
                 raise OutOfRange(f"{name} is {getattr(self, name)!r}; it must be above 0 and at most 1e6 seconds")
         if self.local_reach not in ("auto", "vm", "bounce"):
             raise OutOfRange(f'local_reach is {self.local_reach!r}; it must be "auto", "vm" or "bounce"')
-        for name in ("split_min", "max_early", "spin", "yields"):
-            if not 0 <= getattr(self, name) < 1 << 62:
-                raise OutOfRange(f"{name} is {getattr(self, name)!r}; it must be at least 0")
+        for name, most in (("split_min", 1 << 62), ("max_early", _MOST32), ("spin", _MOST32), ("yields", _MOST32)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 0 <= value <= most:
+                raise OutOfRange(f"{name} is {value!r}; it must be within 0 .. {most}")
 
     @classmethod
     def from_env(cls, **given: object) -> Config:

@@ -4,10 +4,12 @@ fabricx._worker.EngineBase; here fabrics are opened, memory is registered, peers
 from __future__ import annotations
 
 import atexit
+import errno
 import importlib
 import itertools
 import logging
 import os
+import resource
 import secrets
 import socket
 import threading
@@ -15,6 +17,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -39,6 +42,10 @@ BUSY_CORES = 16
 #: seconds that close() gives what is in flight when it is given no time-out
 CLOSE_GRACE = 1.0
 SCRATCH = 64
+#: peers of a group that are resolved at the same time
+_RESOLVERS = 128
+#: imported regions from which on those whose owner took them back are looked for
+_SWEEP = 256
 _EV_PEER_LOST, _EV_NIC_DOWN, _EV_EARLY = 1, 2, 3
 _FE_PEER_LOST = 1
 _NO_ID = 0xFFFFFFFF
@@ -54,6 +61,10 @@ def fabric_class(name: str) -> type[Fabric]:
     module, cls = FABRICS[name]
     try:
         return getattr(importlib.import_module(module, __package__), cls)
+    except ModuleNotFoundError as e:
+        if e.name is not None and e.name.startswith("fabricx."):
+            raise errors.FabricUnavailable(f"fabric {name!r} is not part of this version") from e
+        raise errors.FabricUnavailable(f"fabric {name!r} needs the package {e.name!r}, which is not installed") from e
     except ImportError as e:
         raise errors.FabricUnavailable(f"fabric {name!r} is not in this build: {e}") from e
 
@@ -70,6 +81,17 @@ def choose_fabric(config: Config) -> tuple[str, str]:
     if config.ofi_address:
         return "ofi", f"no EFA ({why}); an address to bind to is configured: {config.ofi_address}"
     return "local", f"no RDMA or EFA hardware ({why}) and no address to bind to is configured"
+
+
+def _descriptors_hint() -> str:
+    """What to say when this process has no descriptor left, the usual cause of a connection that does not come about."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as e:
+        if e.errno in (errno.EMFILE, errno.ENFILE):
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            return f"no descriptor is left here ({e.strerror}; the limit on open files is {limit}: ulimit -n)"
+    return ""
 
 
 class _Sources:
@@ -120,9 +142,11 @@ class PeerGroup:
         self._set = frozenset(addrs)
         self._freed = False
 
-    def _check(self, desc: MrDesc) -> None:
+    def _usable(self) -> None:
         if self._freed:
             raise errors.UnknownPeer("the peer group was freed")
+
+    def _check(self, desc: MrDesc) -> None:
         if desc.owner not in self._set:
             raise errors.UnknownPeer(f"{desc.owner} is not in this group of {len(self.addrs)} peers")
 
@@ -145,11 +169,12 @@ class RecvPool:
     ) -> None:
         self.length, self.count, self.cb = length, count, cb
         self._number, self._left = number, count
-        self._lock = threading.Lock()
+        # re-entrant: the end of a view that was kept may come in the middle of it, with the collector
+        self._lock = threading.RLock()
         self._engine = weakref.ref(engine)
         self._stride = (length + 63) & ~63
         self._buffer = HostBuffer(max(64, self._stride * count))
-        self._bytes = memoryview(self._buffer.array)
+        self._lent: dict[int, weakref.ref[np.ndarray]] = {}  # buffers of which a callback has kept a part
         self._handle, _ = engine.reg_mr(self._buffer, name="receive pool")
         self._posted: list[_worker.Transfer] = []
         self.freed = False
@@ -162,18 +187,44 @@ class RecvPool:
 
     def _deliver(self, engine: TransferEngine, index: int, length: int, source: NetAddr | None) -> None:
         start = index * self._stride
-        view = self._bytes[start : start + length]
+        whole = self._buffer.array[start : start + length]
+        view = memoryview(whole)
+        alive = weakref.ref(whole)
         try:
             self.cb(view, source)
         finally:
-            view.release()
-            with self._lock:
-                again = not self.freed
-                if again and not engine.closed:
-                    engine._repost_recv(self._posted[index])
-            if not again:
-                self._handle.group.end_recv(self._posted[index])
-                self._over(engine, 1)
+            try:
+                view.release()
+            except BufferError:  # an array was made of it
+                pass
+            del view, whole
+            kept = alive()
+            if kept is None:
+                self._again(index)
+            else:
+                self._lent[index] = weakref.ref(kept, lambda _: self._late(index))
+                del kept
+
+    def _again(self, index: int) -> bool:
+        """Nobody looks at a buffer any more: it is posted again, or ends with its pool."""
+        engine = self._engine()
+        with self._lock:
+            if engine is None or engine.closed:
+                return True
+            if not self.freed:
+                engine._repost_recv(self._posted[index])
+                return True
+            self._handle.group.end_recv(self._posted[index])
+        self._over(engine, 1)
+        return False
+
+    def _late(self, index: int) -> None:
+        """The last part of a message that a callback had kept is gone; whoever dropped it may hold any lock."""
+        self._lent.pop(index, None)
+        if self.freed:
+            threading.Thread(target=self._again, args=(index,), name="fabricx receive pool", daemon=True).start()
+        else:
+            self._again(index)
 
     def free(self) -> None:
         """Take the buffers back. Idempotent; from any thread, also from the callback.
@@ -209,7 +260,7 @@ class RecvPool:
             engine._pools.pop(self._number, None)
         engine.dereg_mr(self._handle)
         self._posted.clear()
-        del self._bytes, self._handle, self._buffer
+        del self._handle, self._buffer
 
 
 class UvmWatcher:
@@ -334,6 +385,7 @@ class TransferEngine(_worker.EngineBase):
         self._peers: dict[tuple[int, NetAddr], _Peer] = {}
         self._peer_by_id: list[_Peer] = []
         self._remotes: dict[tuple[int, NetAddr, tuple[int, ...]], _worker.RemoteMr] = {}
+        self._sweep_at = _SWEEP
         self._graves: list[_worker.RemoteMr] = []
         self._handles: dict[int, _worker.MrHandle] = {}
         self._pools: dict[int, RecvPool] = {}
@@ -515,6 +567,7 @@ class TransferEngine(_worker.EngineBase):
 
     def alloc(self, nbytes: int) -> HostBuffer:
         """Zeroed host memory that peers on this host can map: writes into it are plain copies there."""
+        self._alive()
         return HostBuffer(nbytes)
 
     def _group(self, device: str | None) -> _worker.Group:
@@ -590,6 +643,8 @@ class TransferEngine(_worker.EngineBase):
         peer that is in the middle of writing, did not end in time; the memory must not be reused (it stays registered).
         """
         end = time.monotonic() + (self.config.timeout if timeout is None else timeout)
+        if self._over:
+            return  # close() has given everything back
         self._groups_open[0].guard_fork()
         if not isinstance(handle, _worker.MrHandle):
             raise TypeError(f"the handle must be an MrHandle, as reg_mr returns it, not {type(handle).__name__}")
@@ -638,10 +693,15 @@ class TransferEngine(_worker.EngineBase):
                 raise errors.TransferTimeout(f"another thread is still connecting to {addr}")
             if not peer.paths:
                 self._connect(peer, addr, group, deadline)
-        except BaseException:
+        except BaseException as e:
             with self._lock:
                 if self._peers.get(key) is peer:
                     del self._peers[key]
+            hint = _descriptors_hint() if isinstance(e, (errors.FabricxError, OSError)) else ""
+            if isinstance(e, OSError) and e.errno:
+                raise errors.ProviderError(e.errno, f"connecting to {addr}: {e.strerror}; {hint}".rstrip("; ")) from e
+            if hint:
+                raise type(e)(f"{e}; {hint}") from e
             raise
         finally:
             if mine:
@@ -681,8 +741,23 @@ class TransferEngine(_worker.EngineBase):
                     remote = self._import(desc, group, peer, deadline)
                     with self._lock:
                         self._remotes[key] = remote
+                        if len(self._remotes) >= self._sweep_at:
+                            self._sweep()
         desc._remote = remote
         return remote
+
+    def _sweep(self) -> None:
+        """Forgets regions that their owners have taken back. The lock is held."""
+        for key, remote in list(self._remotes.items()):
+            if remote.inflight == 0 and all(d.is_gone(index, k) for d, index, k in remote.keys):
+                with remote.group.lock():
+                    if remote.inflight:
+                        continue
+                    remote.bury()
+                del self._remotes[key]
+                for d, index, k in remote.keys:
+                    d.release_mr(index, k)
+        self._sweep_at = max(_SWEEP, 2 * len(self._remotes))
 
     def _import(self, desc: MrDesc, group: _worker.Group, peer: _Peer, deadline: float) -> _worker.RemoteMr:
         keys: list[tuple[Domain, int, RemoteKey]] = []
@@ -776,17 +851,30 @@ class TransferEngine(_worker.EngineBase):
         self._alive()
         addrs = list(addrs)
         deadline = time.monotonic() + (self.config.connect_timeout if timeout is None else timeout)
-        missing: list[str] = []
-        first: BaseException | None = None
-        for a in addrs:
+
+        def reach(addr: NetAddr) -> BaseException | None:
             try:
-                self._peer_paths(a, self._groups_open[0], max(0.001, deadline - time.monotonic()))
+                self._peer_paths(addr, self._groups_open[0], max(0.001, deadline - time.monotonic()))
             except (errors.PeerLostError, errors.TransferTimeout, errors.UnknownPeer) as e:
-                missing.append(str(a))
-                first = first or e
-        if first is not None:
-            raise type(first)(f"{len(missing)} of {len(addrs)} peers cannot be reached: {', '.join(missing)}: {first}") from first
+                return e
+            return None
+
+        unknown = [a for a in dict.fromkeys(addrs) if not self._is_connected(a)]
+        failed: list[tuple[NetAddr, BaseException]] = []
+        if unknown:
+            # at once, so that those who do not answer take no time from the others
+            with ThreadPoolExecutor(min(len(unknown), _RESOLVERS), "fabricx resolve") as pool:
+                failed = [(a, e) for a, e in zip(unknown, pool.map(reach, unknown), strict=True) if e is not None]
+        if failed:
+            first = failed[0][1]
+            names = ", ".join(str(a) for a, _ in failed)
+            raise type(first)(f"{len(failed)} of {len(addrs)} peers cannot be reached: {names}: {first}") from first
         return PeerGroup(self, addrs)
+
+    def _is_connected(self, addr: NetAddr) -> bool:
+        with self._lock:
+            peer = self._peers.get((0, addr))
+        return peer is not None and bool(peer.paths)
 
     def _scratch(self) -> _worker.MrHandle:
         return self._scratches[0]
@@ -800,8 +888,9 @@ class TransferEngine(_worker.EngineBase):
         ----------
         length : bytes of a buffer; longer messages fail at their sender.
         count : number of buffers; while all are in use, senders are held back.
-        cb : called on the callback thread with the message and the sender's NetAddr. The memoryview is released, and
-            the buffer posted again, when it returns.
+        cb : called on the callback thread with the message and the sender's NetAddr. The memoryview is released when it
+            returns, and the buffer posted again; what was made of it before (slices, arrays) stays as it is, and keeps the
+            buffer from being used again as long as it lives.
         """
         self._alive()
         if not 1 <= length < 1 << 48:
@@ -855,6 +944,7 @@ class TransferEngine(_worker.EngineBase):
 
     def imm_count(self, imm: int, *, device: str | None = None) -> int:
         """Writes with `imm` that have landed and that no expectation has consumed."""
+        self._alive()
         if not 0 <= imm < 1 << 20:
             raise errors.OutOfRange(f"imm is {imm}; it must be within 0 .. {(1 << 20) - 1}")
         return self._group(device).imm_count(imm)

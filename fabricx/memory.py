@@ -23,6 +23,9 @@ from .fabrics.base import Memory
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _MADV_DONTFORK = 10
+_MS_ASYNC = 1
+_msync = ctypes.CDLL(None, use_errno=True).msync
+_msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _LONGEST = 1 << 62
 _DLPACK_CPU = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost
 _DLPACK_CUDA = 2
@@ -206,6 +209,10 @@ def _raw(addr: int, length: int | None, device: str | None) -> Memory:
         raise OutOfRange(f"length is {length}; a region at {addr:#x} has 1 .. 2**62 - 1 bytes within the address space")
     if device is not None and device.startswith("cuda"):
         return Memory(addr, length, device=device)
+    start = addr & -mmap.PAGESIZE
+    # on Linux this does nothing but look whether every page of the range belongs to a mapping
+    if _msync(start, addr + length - start, _MS_ASYNC):
+        raise RegistrationError(14, f"bytes {addr:#x} .. {addr + length:#x} are not all mapped in this process")
     return _host(addr, length, None)
 
 

@@ -252,5 +252,9 @@ cdef class CtlState:
                 return i
         return None
 
+    def import_gone(self, uint32_t i):
+        """Whether the owner has taken the region back, or is gone itself."""
+        return self.d.imp[i].dead != 0 or self.d.peer[self.d.imp[i].peer].state == P_LOST
+
     def drop_import(self, uint32_t i):
         self.d.imp[i].used = 0

@@ -1092,6 +1092,14 @@ cdef class LocalState:
             m.mode = M_NONE
             m.gen += 1
 
+    def import_gone(self, uint64_t key):
+        """Whether the owner has taken the region back, or is gone itself."""
+        cdef imp_t* m = &self.d.imp[key & (IMPORTS - 1)]
+        cdef tx_t* p = &self.d.peer[m.peer]
+        if m.gen != key >> IMPORT_BITS or m.mode == M_NONE or p.dead or ld_acq32(&p.lane.closed):
+            return True
+        return ld_acq64(&p.box.rkey[m.rkey & (REGIONS - 1)]) != m.rkey
+
     def recovered(self, uint32_t peer, uint64_t[::1] ctxs):
         """After the NIC failed and its lane was closed: posts of each ctx that landed. Their places become free."""
         cdef chaos_t* c = self.d.chaos

@@ -335,7 +335,7 @@ cdef inline int send_nic(group_t* g, req_t* r) noexcept nogil:
     """The NIC that a message goes over, -1: none. The same one as long as it is up: a fabric may keep half of a message."""
     cdef int i
     for i in range(<int>g.nnics):
-        if g.nic[i].up and r.peer.at_nic[i] != NO_SRC and (r.nic == NIC_ANY or r.nic == <uint32_t>i):
+        if g.nic[i].up and r.peer.at_nic[i] != NO_SRC:
             return i
     return -1
 

@@ -355,7 +355,7 @@ cdef class EngineBase:
     # -- scatter and barrier
 
     @cython.final
-    cdef Transfer scatter(self, MrHandle h, group, imm, list dsts, on_done, timeout, bint landed, bint barrier):
+    cdef Transfer scatter(self, MrHandle h, group, imm, list dsts, on_done, timeout, nic, bint landed, bint barrier):
         cdef Group local = h.group
         cdef Transfer t = local.transfer(OP_SCATTER)
         cdef req_t* r = t.r
@@ -368,6 +368,9 @@ cdef class EngineBase:
             r.flags = F_IMM
         if landed:
             r.flags |= F_LANDED
+        if group is not None:
+            group._usable()
+        self.check_nic(local, r, nic)
         r.deadline = coarse_ns() + <uint64_t>span_ns(timeout, self.timeout_ns)
         r.target = <target_t*>malloc(max(<uint64_t>1, n) * sizeof(target_t))
         r.extra |= X_REST
@@ -409,7 +412,7 @@ cdef class EngineBase:
             submit(g, r)
         return t
 
-    def submit_scatter(self, group, imm, src, dsts, on_done=None, *, timeout=None, bint landed=False):
+    def submit_scatter(self, group, imm, src, dsts, on_done=None, *, timeout=None, nic=None, bint landed=False):
         """A slice of `src` to each peer, one write a peer.
 
         Parameters
@@ -420,23 +423,23 @@ cdef class EngineBase:
             Counted once at each target.
         src : MrHandle
         dsts : sequence of ScatterDst(length, src_offset, desc, dst_offset)
-        on_done, timeout, landed
+        on_done, timeout, nic, landed
             As in submit_single_write. Targets of a lost peer fail the Transfer with PeerLostError; the others are written.
         """
         self.ready()
-        return self.scatter(self.handle(src, "the source"), group, imm, list(dsts), on_done, timeout, landed, False)
+        return self.scatter(self.handle(src, "the source"), group, imm, list(dsts), on_done, timeout, nic, landed, False)
 
-    def submit_barrier(self, group, imm, descs, on_done=None, *, timeout=None):
+    def submit_barrier(self, group, imm, descs, on_done=None, *, timeout=None, nic=None):
         """An immediate without payload to the owner of each MrDesc."""
         self.ready()
         if imm is None:
             raise errors.OutOfRange("a barrier needs an immediate")
-        return self.scatter(<MrHandle?>self._scratch(), group, imm, list(descs), on_done, timeout, False, True)
+        return self.scatter(<MrHandle?>self._scratch(), group, imm, list(descs), on_done, timeout, nic, False, True)
 
     # -- messages
 
     def submit_send(self, addr, msg, cb=None, *, timeout=None):
-        """A two-sided message to the group `addr`; the bytes are copied before this returns.
+        """A two-sided message to the group `addr`; the bytes are copied before this returns. Messages go over the first NIC.
 
         Parameters
         ----------

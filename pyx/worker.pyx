@@ -349,6 +349,12 @@ cdef class RemoteMr:
     def inflight(self):
         return ld_acq32(&self.m.inflight)
 
+    def bury(self):
+        """Who still holds it posts with keys that no fabric knows, and is refused. The progress lock is held."""
+        cdef uint32_t k
+        for k in range(self.m.npaths):
+            self.m.path[k].key = <uint64_t>-1
+
 
 @cython.final
 cdef class PreparedPages:

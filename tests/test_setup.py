@@ -61,12 +61,12 @@ def test_pip_install_leaves_a_fabric_without_headers_out_and_says_so(tmp_path: P
     assert "fabricx._ofi left out: no <rdma/fabric.h> (Debian: libfabric-dev)" in said
     code = (
         "import fabricx as fx, numpy as np\n"
-        "assert fx.__file__.startswith(%r)\n"
+        f"assert fx.__file__.startswith({str(tmp_path / 'site')!r})\n"
         "with fx.TransferEngine('local') as a, fx.TransferEngine('local') as b:\n"
         "    h, _ = a.reg_mr(np.ones(10, np.uint8)); m = b.alloc(10); _, d = b.reg_mr(m)\n"
         "    x = b.expect_imm_count(1, 1); a.submit_single_write(10, 1, (h, 0), (d, 0)); x.wait(5); assert m.array.sum() == 10\n"
         "try: fx.TransferEngine('ofi')\n"
-        "except fx.FabricUnavailable as e: print(e)\n" % str(tmp_path / "site")
+        "except fx.FabricUnavailable as e: print(e)\n"
     )
     q = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(tmp_path / "site")}, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert q.returncode == 0, q.stderr

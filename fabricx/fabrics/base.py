@@ -158,6 +158,10 @@ class Domain(ABC):
     def release_mr(self, peer: int, key: RemoteKey) -> None:
         """Undo `import_mr`."""
 
+    def is_gone(self, peer: int, key: RemoteKey) -> bool:
+        """Whether the owner is known to have taken the region back, so that posts to it are refused anyway."""
+        return False
+
     @abstractmethod
     def recover(self, peer: int, ctxs: np.ndarray, deadline: float) -> np.ndarray:
         """After C_NIC_DOWN or C_PEER_LOST: close the lane to `peer` so that nothing more can land through it, and say

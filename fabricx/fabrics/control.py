@@ -214,6 +214,10 @@ class ControlDomain(Domain):
         with self.spec.lock():
             self.state.drop_import(key.key)
 
+    def is_gone(self, peer: int, key: RemoteKey) -> bool:
+        with self.spec.lock():
+            return bool(self.state.import_gone(key.key))
+
     def peers(self) -> list[dict[str, Any]]:
         with self.spec.lock():
             rows = self.state.peers()

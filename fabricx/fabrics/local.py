@@ -490,6 +490,10 @@ class LocalDomain(Domain):
             if not keys:
                 conn.views.pop(rkey, None)  # unmapped with its last reference
 
+    def is_gone(self, peer: int, key: RemoteKey) -> bool:
+        with self.group.spec.lock():
+            return bool(self.state.import_gone(key.key))
+
     # -- failures
 
     def recover(self, peer: int, ctxs: np.ndarray, deadline: float) -> np.ndarray:

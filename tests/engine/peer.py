@@ -117,7 +117,7 @@ def main() -> None:
             if r.get("wait", True):
                 t.wait()
         elif what == "writes":
-            for i in range(r["count"]):
+            for _ in range(r["count"]):
                 transfers["last"] = engine.submit_single_write(r["n"], r.get("imm"), (handle, 0), (target(r), r.get("to", 0)))
                 if r.get("pause"):
                     time.sleep(r["pause"])

@@ -75,7 +75,7 @@ def test_sixteen_threads_resolve_one_peer_after_its_removal(pairs: Callable[...,
     for _ in range(5):
         errors: list[BaseException] = []
 
-        def go() -> None:
+        def go(errors: list[BaseException] = errors) -> None:
             try:
                 p.write(8, 5).wait()
             except BaseException as e:

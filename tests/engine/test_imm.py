@@ -178,7 +178,7 @@ def test_expectations_cancelled_in_any_order_leave_the_others_theirs(pair: Pair,
             pair.write(8, 9).wait()
             have += 1
         settle()
-        until(lambda: all(t.done() for t, _ in ended[-6:]) and pair.b.imm_count(9) == have)
+        until(lambda now=have: all(t.done() for t, _ in ended[-6:]) and pair.b.imm_count(9) == now)
     assert all(t.status == how for t, how in ended)
     assert all(t.status == "pending" for _, t in model)
     pair.b.free_imm(9)

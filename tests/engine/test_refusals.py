@@ -119,7 +119,7 @@ def test_what_is_in_use_is_not_taken_away(pairs: Callable[..., Pair]) -> None:
 
 def test_a_removed_peer_can_be_connected_again(pairs: Callable[..., Pair]) -> None:
     p = pairs()
-    for k in range(20):
+    for _ in range(20):
         p.write(8, 5).wait()
         p.a.remove_peer(p.b.address)
     p.write(8, 5).wait()
