@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 
 from .errors import OutOfRange
 
-
 _MOST32 = (1 << 32) - 1
 
 

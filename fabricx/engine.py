@@ -610,7 +610,7 @@ class TransferEngine(_worker.EngineBase):
         RegistrationError, NotContiguous, OutOfRange, EngineClosed
         """
         self._alive()
-        mem = as_memory(memory, length, device)
+        mem = as_memory(memory, length, device, mapped=self.fabric != "null")  # which touches nothing
         return self._register(mem, self._group(device or mem.device), name or "")
 
     def _register(self, mem: Memory, group: _worker.Group, name: str) -> tuple[_worker.MrHandle, MrDesc]:

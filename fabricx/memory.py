@@ -170,7 +170,7 @@ def _host(addr: int, length: int, owner: Any) -> Memory:
     return Memory(addr, length, fd, offset, "cpu", owner)
 
 
-def as_memory(obj: Any, length: int | None = None, device: str | None = None) -> Memory:
+def as_memory(obj: Any, length: int | None = None, device: str | None = None, *, mapped: bool = True) -> Memory:
     """The address range of a user's object.
 
     Parameters
@@ -179,6 +179,7 @@ def as_memory(obj: Any, length: int | None = None, device: str | None = None) ->
         ``__array_interface__`` or DLPack, or an int address with `length`.
     length : bytes; less than the object has takes the front part.
     device : only with an address: ``"cpu"`` (default) or ``"cuda:N"``.
+    mapped : an address must be of memory that is there.
 
     Raises
     ------
@@ -189,7 +190,7 @@ def as_memory(obj: Any, length: int | None = None, device: str | None = None) ->
     TypeError
     """
     if isinstance(obj, (int, np.integer)) and not isinstance(obj, bool):
-        return _raw(int(obj), length, device)
+        return _raw(int(obj), length, device, mapped)
     mem = _known(obj)
     if mem.length == 0:
         raise OutOfRange(f"{type(obj).__name__} is empty; a region has at least 1 byte")
@@ -200,7 +201,7 @@ def as_memory(obj: Any, length: int | None = None, device: str | None = None) ->
     return mem
 
 
-def _raw(addr: int, length: int | None, device: str | None) -> Memory:
+def _raw(addr: int, length: int | None, device: str | None, mapped: bool) -> Memory:
     if length is None:
         raise TypeError("an address needs a length")
     if not 0 < addr < 1 << 64:
@@ -211,7 +212,7 @@ def _raw(addr: int, length: int | None, device: str | None) -> Memory:
         return Memory(addr, length, device=device)
     start = addr & -mmap.PAGESIZE
     # on Linux this does nothing but look whether every page of the range belongs to a mapping
-    if _msync(start, addr + length - start, _MS_ASYNC):
+    if mapped and _msync(start, addr + length - start, _MS_ASYNC):
         raise RegistrationError(14, f"bytes {addr:#x} .. {addr + length:#x} are not all mapped in this process")
     return _host(addr, length, None)
 
