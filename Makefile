@@ -3,7 +3,7 @@ SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: demo test bench soak lint clean setup
+.PHONY: demo test bench soak lint clean setup gpu-test gpu-bench
 
 setup: $(VENV)/.built
 
@@ -31,6 +31,14 @@ bench: setup
 # what would take too long for every change: a million seeds, long stress
 soak: setup
 	@FABRICX_SOAK=1 FABRICX_SEEDS=$${FABRICX_SEEDS:-1000000} $(PY) -m pytest --timeout 100000 tests/engine/test_chaos.py tests/test_lockfree.py $(ARGS)
+
+# on a machine with a GPU, in the Python environment that is there (torch, triton, numba, pytest); nothing is downloaded
+GPU_PY ?= python3
+gpu-test:
+	@$(GPU_PY) -m pytest tests/gpu -q -p no:cacheprovider $(ARGS)
+
+gpu-bench:
+	@mkdir -p results && $(GPU_PY) -m fabricx.kernels.bench --json results/kernels.json $(ARGS)
 
 lint: setup
 	@$(PY) -m pip install -q ruff && $(PY) -m ruff check fabricx tests setup.py

@@ -21,7 +21,7 @@ from .control import (
 )
 from .layout import Layout
 
-# where the functions are that need Triton
+# the modules of what is loaded on first use
 _HOME = {
     "route": "routing",
     "prefix": "routing",
@@ -34,6 +34,8 @@ _HOME = {
     "combine_receive": "combine",
     "scalar_inc_": "watch",
     "scalar_inc_numba_": "watch",
+    "reference": "reference",
+    "cpu": "cpu",
 }
 
 __all__ = [
@@ -55,7 +57,8 @@ def __getattr__(name: str) -> object:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'fabricx.kernels' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    module = importlib.import_module(f".{home}", __name__)
+    value = module if home == name else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -16,7 +16,7 @@ from .routing import check_indices
 from .signals import BACK_FAR, BACK_NEAR, arrive, arrive_near, flag_index, pass_on, wait
 
 _FLAG_BACK = tl.constexpr(flag_index(3))
-GRID = 132 * 8 + 96  # programs when nothing is said of the rows to come: 1,024 rows and a little more
+_ROWS = 1024  # expected when nothing is said; the grid has an eighth more programs, for rows are seldom even
 _CHUNK = 4096  # words of a row that a program of combine send copies at a time
 _SUM_CHUNK = 1024  # elements that a program of combine receive sums
 
@@ -153,8 +153,8 @@ def combine_send(
     chunk = min(pow2(words), _CHUNK)
     ctl = totals if control is None else control
     flags, nflags = (ctl, 0) if wait is None else (wait, wait.numel())
-    grid = GRID if expected_rows is None else expected_rows + expected_rows // 8
-    send_back[(max(min(grid, map_row.numel()), 1),)](
+    expected = _ROWS if expected_rows is None else expected_rows
+    send_back[(max(min(expected + expected // 8, map_row.numel()), 1),)](
         as_words(y, size), as_words(send, size), map_row, map_to, totals, ctl, flags, nflags, map_row.numel(),
         X=words, CHUNK=chunk, CHUNKS=ceil_div(words, chunk), UNIT=NEAR_UNIT // size, NEARS=layout.near_ranks,
         SIGNAL=control is not None, WAIT=wait is not None, num_warps=4,

@@ -17,7 +17,7 @@ from .signals import FAR, pass_on, wait
 
 SMALL = 1024  # (expert, source) pairs up to which each program reads all counts
 _SMALL_ROWS = 4096  # rows expected up to which that pays
-GRID = 132 * 8 + 96  # programs when nothing is said of the rows to come: 1,024 rows and a little more
+_ROWS = 1024  # expected when nothing is said; the grid has an eighth more programs, for rows are seldom even
 _CHUNK = 2048  # words of a row that a program copies at a time
 _TILE = 4096  # counts that the counting kernel takes at a time
 _MAP_ROWS = 128  # rows that a program of the map kernel takes at a time
@@ -354,10 +354,10 @@ def dispatch_receive(
     waits = dict(WAIT=wait is not None, HOST=host_flag is not None)
     starts = totals if starts is None else starts
     near = map_to if near is None else near
-    grid = GRID if expected_rows is None else max(expected_rows + expected_rows // 8, 1)
-    grid = max(min(grid, rows), 1)
+    expected = _ROWS if expected_rows is None else expected_rows
+    grid = max(min(expected + expected // 8, rows), 1)
     np_, elp = pow2(n), pow2(el)
-    if np_ * elp <= SMALL and grid <= _SMALL_ROWS:
+    if np_ * elp <= SMALL and expected <= _SMALL_ROWS:
         receive_small[(grid,)](
             recv_w, recv32, counts, starts, near, out_w, out_s, map_row, map_to, expert_tokens, totals, ctl, flags, nflags,
             host, rows, NP=np_, ELP=elp, PAD=layout.pad, num_warps=2, **near_args, **row_args, **waits,
