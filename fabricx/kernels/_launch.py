@@ -98,6 +98,8 @@ def near_offsets(buffer: torch.Tensor, addresses: list[int]) -> torch.Tensor:
     -------
     int64 [len(addresses)] on the buffer's device, in units of 16 bytes.
     """
+    if not buffer.numel():
+        raise ValueError("an empty buffer has no address to count from")
     for i, address in enumerate(addresses):
         if (address - buffer.data_ptr()) % NEAR_UNIT:
             raise ValueError(f"address {address:#x} of near rank {i} is not aligned to {NEAR_UNIT} bytes")

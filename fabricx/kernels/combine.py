@@ -147,6 +147,8 @@ def combine_send(
     check("map_to", map_to, (-map_row.numel(),), (torch.int64,), device)
     check("totals", totals, (2,), (torch.int32,), device)
     check_rows("send", send, layout.combine_row_bytes, device)
+    if layout.near_ranks and not send.shape[0]:
+        raise ValueError("send needs a row at least: near ranks' memory is found from its address")
     check_control(layout, control, wait, device)
     size = word_size(layout.y_bytes, y)
     words = layout.y_bytes // size

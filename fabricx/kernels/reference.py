@@ -45,7 +45,7 @@ def cast_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     v = v.reshape(tokens, groups, FP8_GROUP)
     scales = v.abs().amax(-1).clamp(min=1e-10) / 448.0
     q = (v / scales[..., None]).to(torch.float8_e4m3fn)
-    return q.reshape(tokens, -1)[:, :hidden].contiguous(), scales
+    return q.reshape(tokens, groups * FP8_GROUP)[:, :hidden].contiguous(), scales
 
 
 def pack(layout: Layout, x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:

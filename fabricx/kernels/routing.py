@@ -67,13 +67,15 @@ def scan_blocks(blocks, totals, counts, control, nblocks, E: tl.constexpr, EB: t
         gdc_wait()
     e = tl.program_id(0) * EB + tl.arange(0, EB)
     carry = tl.zeros([EB], tl.int32)
-    for b0 in range(0, nblocks, NB):
+    b0 = 0
+    while b0 < nblocks:
         b = b0 + tl.arange(0, NB)
         at = blocks + b.to(tl.int64)[:, None] * E + e[None, :]
         m = (b < nblocks)[:, None] & (e < E)[None, :]
         h = tl.load(at, mask=m, other=0)
         tl.store(at, tl.cumsum(h, axis=0) - h + carry[None, :], mask=m)
         carry += tl.sum(h, axis=0)
+        b0 += NB
     tl.store(totals + e, carry, mask=e < E)
     tl.store(counts + e, carry, mask=e < E)
     if SIGNAL:

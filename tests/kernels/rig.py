@@ -136,7 +136,7 @@ def check_combine_send(impl, layout, counts, gen, device="cpu", **more):
     c = counts.long()
     capacity = max(int((-(-c.sum(0) // layout.pad) * layout.pad).sum()), 1)
     near_rows = max(int(c.sum(1).max()) if c.numel() else 0, 1) + 7
-    far = sum(int(n) for s, n in enumerate(c.sum(1)) if not layout.is_near(s))
+    far = max(sum(int(n) for s, n in enumerate(c.sum(1)) if not layout.is_near(s)), 1)
     want = scratch_pool(layout, 0, near_rows, layout.combine_row_bytes, device, send_rows=far)
     got = scratch_pool(layout, 0, near_rows, layout.combine_row_bytes, device, send_rows=far)
     starts = torch.randint(0, 8, (layout.ranks,), generator=gen, dtype=torch.int32)
