@@ -53,6 +53,8 @@ def pack(layout: Layout, x: torch.Tensor, scales: torch.Tensor | None) -> torch.
     if x.dtype != layout.dtype:
         x, scales = cast_fp8(x)
     rows = torch.zeros(x.shape[0], layout.row_bytes, dtype=torch.uint8, device=x.device)
+    if not x.shape[0]:
+        return rows
     rows[:, : layout.x_bytes] = x.contiguous().view(torch.uint8).reshape(x.shape[0], layout.x_bytes)
     if layout.scales:
         s = scales.contiguous().view(torch.uint8).reshape(x.shape[0], 4 * layout.scales)
