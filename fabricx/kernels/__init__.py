@@ -26,7 +26,7 @@ _HOME = {
     "route": "routing",
     "prefix": "routing",
     "workspace_words": "routing",
-    "near_offsets": "_launch",
+    "near_offsets": "checks",
     "dispatch_send": "send",
     "dispatch_receive": "receive",
     "receive_workspace_words": "receive",

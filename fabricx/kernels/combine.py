@@ -9,18 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import as_words, check, check_control, check_rows, pow2, word_size
+from ._launch import as_words, pow2, word_size
 from .casts import round_to
-from .layout import MAX_TOPK, NEAR_UNIT, Layout, ceil_div
-from .routing import check_indices
+from .checks import check_combine_receive, check_combine_send, check_signals
+from .layout import NEAR_UNIT, Layout, ceil_div
 from .signals import BACK_FAR, BACK_NEAR, arrive, arrive_near, flag_index, pass_on, wait
 
 _FLAG_BACK = tl.constexpr(flag_index(3))
 _ROWS = 1024  # expected when nothing is said; the grid has an eighth more programs, for rows are seldom even
 _CHUNK = 4096  # words of a row that a program of combine send copies at a time
 _SUM_CHUNK = 1024  # elements that a program of combine receive sums
-
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit
@@ -141,15 +139,8 @@ def combine_send(
     expected_rows : int
         About how many rows there are; right for any number, fast when near. Default 1,024.
     """
-    device = y.device
-    check("y", y, (None, layout.hidden), (layout.combine_dtype,))
-    check("map_row", map_row, (None,), (torch.int32,), device)
-    check("map_to", map_to, (-map_row.numel(),), (torch.int64,), device)
-    check("totals", totals, (2,), (torch.int32,), device)
-    check_rows("send", send, layout.combine_row_bytes, device)
-    if layout.near_ranks and not send.shape[0]:
-        raise ValueError("send needs a row at least: near ranks' memory is found from its address")
-    check_control(layout, control, wait, device)
+    check_combine_send(layout, y, map_row, map_to, totals, send)
+    check_signals(layout, control, wait, None, y.device)
     size = word_size(layout.y_bytes, y)
     words = layout.y_bytes // size
     chunk = min(pow2(words), _CHUNK)
@@ -198,18 +189,8 @@ def combine_receive(
     -------
     out
     """
-    tokens, topk = check_indices(positions, layout.topk)
-    device = buf.device
-    check_rows("buf", buf, layout.combine_row_bytes, device)
-    check("positions", positions, (tokens, topk), (torch.int32,), device)
-    check("out", out, (tokens, layout.hidden), tuple(_TYPES), device)
-    if weights is not None:
-        check("weights", weights, (tokens, topk), (torch.float32,), device)
-    check_control(layout, control, wait, device)
-    if host_flag is not None:
-        if wait is None:
-            raise ValueError("host_flag needs wait: wait[0] is where it is passed on")
-        check("host_flag", host_flag, (1,), (torch.int32,))
+    tokens, topk = check_combine_receive(layout, buf, positions, weights, out)
+    check_signals(layout, control, wait, host_flag, buf.device)
     if tokens == 0:
         return out
     ctl = positions if control is None else control
@@ -218,7 +199,7 @@ def combine_receive(
     chunks = ceil_div(layout.hidden, chunk)
     sum_rows[(tokens * chunks,)](
         buf.reshape(-1).view(layout.combine_dtype), positions, out if weights is None else weights, out, ctl, flags, nflags,
-        ctl if host_flag is None else host_flag, R=topk, RP=min(pow2(topk), MAX_TOPK), H=layout.hidden,
+        ctl if host_flag is None else host_flag, R=topk, RP=pow2(topk), H=layout.hidden,
         STRIDE=layout.combine_row_bytes // layout.combine_dtype.itemsize, CHUNK=chunk, CHUNKS=chunks,
         WEIGHTED=weights is not None, ACCUMULATE=accumulate, WAIT=wait is not None, HOST=host_flag is not None,
         num_warps=4 if chunk >= 1024 else 2,

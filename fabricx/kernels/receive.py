@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ._launch import as_words, check, check_control, check_near, check_rows, pow2, programmatic, word_size
+from ._launch import as_words, pow2, programmatic, word_size
+from .checks import check, check_dispatch_receive, check_signals
 from .layout import NEAR_UNIT, Layout, ceil_div
 from .signals import FAR, pass_on, wait
 
@@ -317,28 +318,10 @@ def dispatch_receive(
     """
     device = recv.device
     n, el = layout.ranks, layout.local_experts
-    check_rows("recv", recv, layout.row_bytes, device)
-    check("counts", counts, (n, el), (torch.int32,), device)
-    check("out_x", out_x, (None, layout.hidden), (layout.dtype,), device)
-    rows = out_x.shape[0]
-    check("map_row", map_row, (-rows,), (torch.int32,), device)
-    check("map_to", map_to, (-rows,), (torch.int64,), device)
-    check("expert_tokens", expert_tokens, (el,), (torch.int32,), device)
-    check("totals", totals, (2,), (torch.int32,), device)
-    check_control(layout, control, wait, device)
-    if layout.scales:
-        if out_scales is None:
-            raise ValueError(f"out_scales is needed: the layout has {layout.scales} scales a row")
-        check("out_scales", out_scales, (rows, layout.scales), (torch.float32,), device)
-    if layout.near_ranks:
-        if starts is None:
-            raise ValueError("starts is needed: the layout has near ranks")
-        check("starts", starts, (n,), (torch.int32,), device)
-    check_near(layout, near, device)
-    if host_flag is not None:
-        if wait is None:
-            raise ValueError("host_flag needs wait: wait[0] is where it is passed on")
-        check("host_flag", host_flag, (1,), (torch.int32,))
+    rows = check_dispatch_receive(
+        layout, recv, counts, out_x, map_row, map_to, expert_tokens, totals, out_scales, starts, near
+    )
+    check_signals(layout, control, wait, host_flag, device)
     size = word_size(layout.x_bytes, out_x)
     words = layout.x_bytes // size
     chunk = min(pow2(words), _CHUNK)

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ._launch import check, pow2, programmatic
-from .layout import MAX_TOPK, ceil_div
+from ._launch import pow2, programmatic
+from .checks import check, check_indices, route_outputs
+from .layout import ceil_div
 from .signals import COUNTS, arrive, flag_index
 
 SMALL = 1024  # (token, choice) pairs up to which each program counts for itself: cost grows with their square
@@ -119,17 +120,6 @@ def prefix_kernel(counts, starts, E: tl.constexpr, EP: tl.constexpr):
     tl.store(starts, 0)
 
 
-def check_indices(indices: torch.Tensor, topk: int | None = None) -> tuple[int, int]:
-    """(tokens, top-k) of an index tensor, or an error."""
-    check("indices", indices, (None, topk), (torch.int32, torch.int64))
-    tokens, k = indices.shape
-    if not 1 <= k <= MAX_TOPK:
-        raise ValueError(f"top-k must be in 1..{MAX_TOPK}, indices have {k} columns")
-    if tokens * k >= 1 << 31:
-        raise ValueError(f"{tokens} tokens of top-k {k} are more than 2**31 pairs")
-    return tokens, k
-
-
 def launch_count_scan(indices, experts, blocks, totals, counts, control, signal, pdl) -> None:
     """The two kernels before placement: histograms of blocks, running sums over them."""
     tokens, topk = indices.shape
@@ -183,12 +173,7 @@ def route(
     """
     tokens, topk = check_indices(indices)
     device = indices.device
-    if counts is None:
-        counts = torch.empty(experts, dtype=torch.int32, device=device)
-    if positions is None:
-        positions = torch.empty(tokens, topk, dtype=torch.int32, device=device)
-    check("counts", counts, (experts,), (torch.int32,))
-    check("positions", positions, (tokens, topk), (torch.int32,), device)
+    counts, positions = route_outputs(tokens, topk, experts, counts, positions, device)
     if tokens == 0:
         return counts.zero_(), positions
     blocks, totals = split_workspace(workspace, tokens, topk, experts, device)

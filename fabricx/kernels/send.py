@@ -12,17 +12,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from . import routing as r
-from ._launch import (
-    as_words,
-    check,
-    check_control,
-    check_near,
-    check_rows,
-    pow2,
-    programmatic,
-    word_size,
-)
+from ._launch import as_words, pow2, programmatic, word_size
 from .casts import fp8_bits
+from .checks import check_dispatch_send, check_signals, check_tokens, route_outputs
 from .layout import FP8_GROUP, NEAR_UNIT, Layout, ceil_div
 from .signals import COUNTS, FAR, NEAR, arrive, arrive_near, flag_index, wait
 
@@ -225,29 +217,14 @@ def send_large(x, scales, idx_ptr, send, send32, near_ptr, positions, blocks, to
 
 def _row_options(layout: Layout, x: torch.Tensor, scales: torch.Tensor | None, send: torch.Tensor) -> tuple:
     """(x, scales, send, send as 32-bit words, constants) as the kernels take them; checks the row's format."""
-    device = x.device
-    tokens = x.shape[0] if x.dim() else 0
-    cast = x.dtype != layout.dtype
+    cast = check_tokens(layout, x, scales)
     if cast:
-        if layout.dtype != torch.float8_e4m3fn or layout.scales != ceil_div(layout.hidden, FP8_GROUP):
-            raise TypeError(
-                f"x is {x.dtype} and rows are {layout.dtype} with {layout.scales} scales: the cast on the way is to "
-                f"float8_e4m3fn with {ceil_div(layout.hidden, FP8_GROUP)} scales, one for {FP8_GROUP} elements"
-            )
-        if scales is not None:
-            raise ValueError("scales are computed by the cast; pass None")
-        check("x", x, (None, layout.hidden), (torch.bfloat16, torch.float16, torch.float32))
         words, chunk, flat = layout.hidden, min(pow2(layout.scales), _CAST_GROUPS), x
         size, chunks, out = 1, ceil_div(layout.scales, chunk), send
     else:
-        check("x", x, (None, layout.hidden), (layout.dtype,))
         size = word_size(layout.x_bytes, x)
         words, chunk = layout.x_bytes // size, min(pow2(layout.x_bytes // size), _CHUNK[size])
         chunks, flat, out = ceil_div(words, chunk), as_words(x, size), as_words(send, size)
-        if layout.scales:
-            if scales is None:
-                raise ValueError(f"scales are needed: the layout has {layout.scales} a row")
-            check("scales", scales, (tokens, layout.scales), (torch.float32,), device)
     send32 = send.reshape(-1).view(torch.float32)
     constants = dict(
         X=words, S=layout.scales, SP=pow2(layout.scales), CHUNK=chunk, CHUNKS=chunks, UNIT=NEAR_UNIT // size,
@@ -302,20 +279,10 @@ def dispatch_send(
     -------
     counts, positions
     """
-    tokens, topk = r.check_indices(indices, layout.topk)
     device = x.device
-    check("indices", indices, (x.shape[0] if x.dim() else 0, topk), (torch.int32, torch.int64), device)
-    check_rows("send", send, layout.row_bytes, device)
-    if send.shape[0] < tokens * topk:
-        raise ValueError(f"send has {send.shape[0]} rows, {tokens} tokens of top-k {topk} need {tokens * topk}")
-    check_near(layout, near, device)
-    check_control(layout, control, wait, device)
-    if counts is None:
-        counts = torch.empty(layout.experts, dtype=torch.int32, device=device)
-    if positions is None:
-        positions = torch.empty(tokens, topk, dtype=torch.int32, device=device)
-    check("counts", counts, (layout.experts,), (torch.int32,))
-    check("positions", positions, (tokens, topk), (torch.int32,), device)
+    tokens, topk = check_dispatch_send(layout, x, indices, send, near)
+    check_signals(layout, control, wait, None, device)
+    counts, positions = route_outputs(tokens, topk, layout.experts, counts, positions, device)
     flat, scale_words, out, send32, row = _row_options(layout, x, scales, send)
     nears = layout.near_ranks
     common = dict(
