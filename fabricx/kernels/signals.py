@@ -263,3 +263,17 @@ def store_release(word, value):
         )
     else:
         tl.atomic_xchg(word, value, sem="release", scope="sys")
+
+
+@triton.jit
+def increment(word):
+    """One program: *word += 1."""
+    add_release(word, tl.full([], 1, tl.int64))
+
+
+@triton.jit
+def increment_copy(word, shadow):
+    """One program: *word = *shadow += 1."""
+    n = tl.load(shadow) + 1
+    tl.store(shadow, n)
+    store_release(word, n)

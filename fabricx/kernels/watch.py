@@ -14,26 +14,6 @@ def _check_word(word: torch.Tensor) -> None:
         raise ValueError("word lies in pageable host memory, which a GPU cannot write: use pin_memory()")
 
 
-@functools.cache
-def _triton_kernels():
-    import triton
-    import triton.language as tl
-
-    from .signals import add_release, store_release
-
-    @triton.jit
-    def add(word):
-        add_release(word, tl.full([], 1, tl.int64))
-
-    @triton.jit
-    def count(word, shadow):
-        n = tl.load(shadow) + 1
-        tl.store(shadow, n)
-        store_release(word, n)
-
-    return add, count
-
-
 def scalar_inc_(word: torch.Tensor, shadow: torch.Tensor | None = None) -> torch.Tensor:
     """Add one to a 64-bit word from the GPU, in stream order; what the GPU stored before is visible to who sees the sum.
 
@@ -51,13 +31,14 @@ def scalar_inc_(word: torch.Tensor, shadow: torch.Tensor | None = None) -> torch
     -------
     word
     """
+    from .signals import increment, increment_copy
+
     _check_word(word)
-    add, count = _triton_kernels()
     if shadow is None:
-        add[(1,)](word.view(torch.int64), num_warps=1)
+        increment[(1,)](word.view(torch.int64), num_warps=1)
     else:
         _check_word(shadow)
-        count[(1,)](word.view(torch.int64), shadow.view(torch.int64), num_warps=1)
+        increment_copy[(1,)](word.view(torch.int64), shadow.view(torch.int64), num_warps=1)
     return word
 
 

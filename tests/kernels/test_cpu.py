@@ -17,7 +17,7 @@ pytest.importorskip("numba", reason="no numba")
 import fabricx.kernels as fk  # noqa: E402
 from fabricx.kernels import _numba, cpu, reference  # noqa: E402
 
-many = settings(max_examples=120, deadline=None, derandomize=True)
+many = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def threaded(patch, seed):

@@ -17,7 +17,7 @@ from fabricx.kernels import signals as _signals  # noqa: E402
 if not _signals.INTERPRET.value:
     pytest.skip("Triton was imported before it could be told to interpret", allow_module_level=True)
 
-some = settings(max_examples=20, deadline=None, derandomize=True)
+some = settings(max_examples=15, deadline=None, derandomize=True)
 few = settings(max_examples=10, deadline=None, derandomize=True)
 
 
