@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import exchange
 import pytest
 import rig
 import torch
@@ -120,3 +121,14 @@ def test_prefill():
     x = rig.random_tokens(gen, 4096, layout.hidden, layout.dtype)
     idx = rig.random_indices(gen, 4096, 8, 256)
     rig.check_dispatch_send(fk, layout, x, idx, torch.rand(4096, 56, generator=gen), device="cuda")
+
+
+@pytest.mark.parametrize("near", [0, 3, 8])
+@pytest.mark.parametrize("cast", [False, True])
+def test_whole_rounds(near, cast):
+    """Ranks of one process; far rows are moved as docs/kernels.md says."""
+    shape = dict(ranks=8, experts=61, hidden=896, topk=6, private=5, pad=16)
+    if cast:
+        shape |= dict(dtype=FP8, scales=7)
+    groups = exchange.node_groups(8, near)
+    exchange.check_round(fk, shape, [40, 0, 128, 1, 200, 7, 64, 3], groups, rig.generator(near), device="cuda", rounds=3)
