@@ -18,6 +18,7 @@ import torch
 import triton
 
 import fabricx.kernels as fk
+from fabricx.kernels import send as fk_send
 
 SPIN = 600_000  # cycles: longer than it takes Python to launch what is measured
 GRAPH_SPIN = 20_000
@@ -344,10 +345,12 @@ def main() -> None:
     parser.add_argument("--json", help="file to write all figures to")
     parser.add_argument("--samples", type=int, default=1000, help="of each kernel (a tenth of it for prefill)")
     parser.add_argument("--quick", action="store_true", help="the first case only")
+    parser.add_argument("--registers", action="store_true", help="no copy engine in dispatch send")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this measures kernels on a GPU, and there is none")
-    result: dict = dict(machine=machine(), samples=args.samples, rows=[])
+    fk_send.BULK = not args.registers
+    result: dict = dict(machine=machine(), samples=args.samples, copy_engine=fk_send.BULK, rows=[])
     timer, few = Timer(args.samples), Timer(max(args.samples // 10, 20))
     empty = _empty_kernel()
     result["empty_kernel"] = {

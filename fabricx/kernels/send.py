@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from . import bulk
 from . import routing as r
 from ._launch import as_words, pow2, programmatic, word_size
+from .bulk import gather, scatter
 from .casts import fp8_bits
 from .checks import check_dispatch_send, check_signals, check_tokens, route_outputs
 from .layout import FP8_GROUP, NEAR_UNIT, Layout, ceil_div
@@ -23,6 +25,7 @@ _FLAG_FAR = tl.constexpr(flag_index(1))
 GROUP = tl.constexpr(FP8_GROUP)
 FP8_MAX = tl.constexpr(448.0)  # largest float8_e4m3fn
 AMAX_MIN = tl.constexpr(1e-10)  # keeps 1/scale finite for rows of zeros
+BULK = True  # copy by Hopper's copy engine where it can
 _CAST_GROUPS = 64  # groups of one chunk in the fused cast
 _CHUNK = {4: 2048, 2: 2048, 1: 2048}  # words of one chunk of a copied row
 
@@ -87,15 +90,28 @@ def _store_chunk(send, send32, at, sel, v, s, c, X: tl.constexpr, S: tl.constexp
 
 
 @triton.jit
+def _take(x, scales, t, X: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, CHUNK: tl.constexpr, CAST: tl.constexpr,
+          GATHER: tl.constexpr):
+    """Begin with token t as early as can be: the first chunk in registers, or all of it on its way to shared memory."""
+    if GATHER != "":
+        return gather(x + t.to(tl.int64) * X, scales + t.to(tl.int64) * S, GATHER), 0
+    else:
+        return _load_chunk(x, scales, t, 0, X, S, SP, CHUNK, CAST)
+
+
+@triton.jit
 def _move(x, scales, send, send32, t, at, sel, v, s, X: tl.constexpr, S: tl.constexpr, SP: tl.constexpr,
           CHUNK: tl.constexpr, CHUNKS: tl.constexpr, UNIT: tl.constexpr, SCALE_AT: tl.constexpr, R: tl.constexpr,
-          RP: tl.constexpr, CAST: tl.constexpr):
-    """Store token t's first chunk, which is here already, and move the others."""
-    _store_chunk(send, send32, at, sel, v, s, 0, X, S, SP, CHUNK, UNIT, SCALE_AT, R, RP, CAST)
-    if CHUNKS > 1:
-        for c in range(1, CHUNKS):
-            v, s = _load_chunk(x, scales, t, c, X, S, SP, CHUNK, CAST)
-            _store_chunk(send, send32, at, sel, v, s, c, X, S, SP, CHUNK, UNIT, SCALE_AT, R, RP, CAST)
+          RP: tl.constexpr, CAST: tl.constexpr, TABLE: tl.constexpr, SCATTER: tl.constexpr):
+    """Store token t's first chunk (or all of it), which is here already, and move the others."""
+    if SCATTER != "":
+        scatter(v, tl.arange(0, RP), send, at, sel, UNIT, TABLE, SCATTER)
+    else:
+        _store_chunk(send, send32, at, sel, v, s, 0, X, S, SP, CHUNK, UNIT, SCALE_AT, R, RP, CAST)
+        if CHUNKS > 1:
+            for c in range(1, CHUNKS):
+                v, s = _load_chunk(x, scales, t, c, X, S, SP, CHUNK, CAST)
+                _store_chunk(send, send32, at, sel, v, s, c, X, S, SP, CHUNK, UNIT, SCALE_AT, R, RP, CAST)
 
 
 @triton.jit
@@ -128,7 +144,8 @@ def send_small(x, scales, idx_ptr, send, send32, near_ptr, positions, counts, co
                EXTRA: tl.constexpr, NEAR0: tl.constexpr, NEARS: tl.constexpr, NP: tl.constexpr, ROLES: tl.constexpr,
                PAIRS: tl.constexpr, X: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, CHUNK: tl.constexpr,
                CHUNKS: tl.constexpr, UNIT: tl.constexpr, ROW: tl.constexpr, SCALE_AT: tl.constexpr,
-               CAST: tl.constexpr, SIGNAL: tl.constexpr, WAIT: tl.constexpr):
+               CAST: tl.constexpr, SIGNAL: tl.constexpr, WAIT: tl.constexpr, GATHER: tl.constexpr,
+               TABLE: tl.constexpr, SCATTER: tl.constexpr):
     """Grid: 1 + T*ROLES. With near ranks a token has two programs, far rows (role 0) and near rows, so that neither signal
     waits for the other's stores."""
     pid = tl.program_id(0)
@@ -142,7 +159,7 @@ def send_small(x, scales, idx_ptr, send, send32, near_ptr, positions, counts, co
     else:
         role = (pid - 1) // T
         t = (pid - 1) % T
-        v, s = _load_chunk(x, scales, t, 0, X, S, SP, CHUNK, CAST)
+        v, s = _take(x, scales, t, X, S, SP, CHUNK, CAST, GATHER)
         i = tl.arange(0, PAIRS)
         k = tl.arange(0, RP)
         e = r.load_experts(idx_ptr, i, i < T * R, E)
@@ -167,7 +184,8 @@ def send_small(x, scales, idx_ptr, send, send32, near_ptr, positions, counts, co
             else:
                 ok = wait(flags, nflags, NEAR, control)
         sel = live & ((close & (role == 1)) | ((role == 0) & (close == 0))) & (ok == 1)
-        _move(x, scales, send, send32, t, at, sel, v, s, X, S, SP, CHUNK, CHUNKS, UNIT, SCALE_AT, R, RP, CAST)
+        _move(x, scales, send, send32, t, at, sel, v, s, X, S, SP, CHUNK, CHUNKS, UNIT, SCALE_AT, R, RP, CAST, TABLE,
+              SCATTER)
         if SIGNAL:
             if role == 0:
                 arrive(FAR, _FLAG_FAR, T, ok, control)
@@ -181,10 +199,11 @@ def send_large(x, scales, idx_ptr, send, send32, near_ptr, positions, blocks, to
                EXTRA: tl.constexpr, NEAR0: tl.constexpr, NEARS: tl.constexpr, NP: tl.constexpr, BLOCK: tl.constexpr,
                TB: tl.constexpr, X: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, CHUNK: tl.constexpr,
                CHUNKS: tl.constexpr, UNIT: tl.constexpr, ROW: tl.constexpr, SCALE_AT: tl.constexpr,
-               CAST: tl.constexpr, SIGNAL: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr):
+               CAST: tl.constexpr, SIGNAL: tl.constexpr, WAIT: tl.constexpr, GATHER: tl.constexpr,
+               TABLE: tl.constexpr, SCATTER: tl.constexpr, PDL: tl.constexpr):
     """Grid: T. After count_blocks and scan_blocks. Far rows, signal, near rows, signal."""
     t = tl.program_id(0)
-    v, s = _load_chunk(x, scales, t, 0, X, S, SP, CHUNK, CAST)
+    v, s = _take(x, scales, t, X, S, SP, CHUNK, CAST, GATHER)
     k = tl.arange(0, RP)
     my = r.load_experts(idx_ptr, t * R + k, k < R, E)
     inside = r.block_rank(idx_ptr, my, t * R + k, t, T, R, E, BLOCK, TB)
@@ -205,12 +224,14 @@ def send_large(x, scales, idx_ptr, send, send32, near_ptr, positions, blocks, to
     if WAIT:
         ok = wait(flags, nflags, FAR, control)
     sel = live & (close == 0) & (ok == 1)
-    _move(x, scales, send, send32, t, at, sel, v, s, X, S, SP, CHUNK, CHUNKS, UNIT, SCALE_AT, R, RP, CAST)
+    _move(x, scales, send, send32, t, at, sel, v, s, X, S, SP, CHUNK, CHUNKS, UNIT, SCALE_AT, R, RP, CAST, TABLE,
+              SCATTER)
     if SIGNAL:
         arrive(FAR, _FLAG_FAR, T, ok, control)
     if NEARS > 0:
         sel = close & (ok == 1)
-        _move(x, scales, send, send32, t, at, sel, v, s, X, S, SP, CHUNK, CHUNKS, UNIT, SCALE_AT, R, RP, CAST)
+        _move(x, scales, send, send32, t, at, sel, v, s, X, S, SP, CHUNK, CHUNKS, UNIT, SCALE_AT, R, RP, CAST, TABLE,
+              SCATTER)
         if SIGNAL:
             arrive_near(NEAR, 0, T, ok, control, NEARS)
 
@@ -228,8 +249,12 @@ def _row_options(layout: Layout, x: torch.Tensor, scales: torch.Tensor | None, s
     send32 = send.reshape(-1).view(torch.float32)
     constants = dict(
         X=words, S=layout.scales, SP=pow2(layout.scales), CHUNK=chunk, CHUNKS=chunks, UNIT=NEAR_UNIT // size,
-        ROW=layout.row_bytes // NEAR_UNIT, SCALE_AT=layout.scale_at // 4, CAST=cast,
+        ROW=layout.row_bytes // NEAR_UNIT, SCALE_AT=layout.scale_at // 4, CAST=cast, GATHER="", TABLE="", SCATTER="",
     )  # fmt: skip
+    if BULK and not cast and bulk.fits(layout, x, scales):
+        constants |= dict(
+            GATHER=bulk.gather_text(layout), TABLE=bulk.table_text(layout), SCATTER=bulk.scatter_text(layout)
+        )
     return flat, send32 if scales is None else scales, out, send32, constants
 
 

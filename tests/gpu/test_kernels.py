@@ -31,9 +31,17 @@ def layout_for(name, tokens, private=4):
     return fk.Layout(**case, private=private)
 
 
+@pytest.fixture(params=[True, False], ids=["copy engine", "registers"])
+def way(request, monkeypatch):
+    """Rows by the copy engine, where it can, and through registers."""
+    from fabricx.kernels import send
+
+    monkeypatch.setattr(send, "BULK", request.param)
+
+
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", SHAPES)
-def test_dispatch_send(name, tokens):
+def test_dispatch_send(way, name, tokens):
     layout = layout_for(name, tokens)
     gen = rig.generator(tokens)
     x = rig.random_tokens(gen, tokens, layout.hidden, layout.dtype)
@@ -114,7 +122,7 @@ def test_route(experts, tokens):
     assert torch.equal(fk.prefix(counts), fk.reference.prefix(want_counts))
 
 
-def test_prefill():
+def test_prefill(way):
     """More tokens than any small kernel takes."""
     layout = layout_for("decode EP64", 4096)
     gen = rig.generator(1)

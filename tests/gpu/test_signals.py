@@ -154,8 +154,12 @@ def missing_rows(rank, rounds, lie):
     return bad
 
 
+@pytest.mark.parametrize("way", ["copy engine", "registers"])
 @pytest.mark.parametrize("tokens", [T, 700])
-def test_what_a_flag_speaks_of_is_there(tokens):
+def test_what_a_flag_speaks_of_is_there(monkeypatch, tokens, way):
+    from fabricx.kernels import send
+
+    monkeypatch.setattr(send, "BULK", way == "copy engine")
     assert missing_rows(Rank(tokens), 100, lie=False) == 0
 
 

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from triton.runtime import jit
 
 import fabricx.kernels as fk
-from fabricx.kernels import receive, routing, send
+from fabricx.kernels import bulk, receive, routing, send
 
 TARGET = GPUTarget("cuda", 90, 32)
 FP8 = torch.float8_e4m3fn
@@ -78,21 +78,27 @@ def exchange(tokens, near, cast=False, expected=None, **case):
 
 def main() -> None:
     jit.JITFunction.run = compile_only
-    for module in (send, receive, routing):
+    for module in (send, receive, routing, bulk):
         module.programmatic = lambda device: True
     wide = dict(hidden=7168, experts=256, ranks=64, topk=8, dtype=FP8, scales=56)
     exchange(128, 8, **wide)
     exchange(256, 8, expected=5000, **wide)
     exchange(128, 0, cast=True, **wide)
+    send.BULK = False
+    exchange(128, 8, **wide)
+    exchange(256, 8, expected=5000, **wide)
+    send.BULK = True
     exchange(5, 0, hidden=127, experts=601, ranks=5, topk=16, dtype=FP8, scales=1)
     fk.route(zeros(9, 2, dtype=torch.int64), 5)
     fk.prefix(zeros(5))
     fk.scalar_inc_(zeros(1, dtype=torch.int64))
     fk.scalar_inc_(zeros(1, dtype=torch.int64), zeros(1, dtype=torch.int64))
     first = {name: texts[0] for name, texts in compiled.items()}
-    # what the wide shape must compile to: 16 bytes an access, signals with their scopes
+    # what the wide shape must compile to: 16 bytes an access or the copy engine, signals with their scopes
     for name in ("send_small", "send_large", "receive_small", "copy_rows", "send_back"):
-        assert "st.global.v4" in first[name], f"{name} does not store 16 bytes at a time"
+        assert any("st.global.v4" in text for text in compiled[name]), f"{name} does not store 16 bytes at a time"
+    for name in ("send_small", "send_large"):
+        assert "cp.async.bulk.global" in first[name], f"{name} does not use the copy engine"
     assert "ld.global.v4" in first["sum_rows"] or "ld.global.L1::no_allocate.v4" in first["sum_rows"]
     for name in ("send_small", "send_back"):
         assert "st.release.sys" in first[name] and "fence.acq_rel.sys" in first[name], name
