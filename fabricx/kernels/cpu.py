@@ -10,12 +10,11 @@ import torch
 from numba import prange
 
 from . import checks
-from ._numba import BF16, F16, F32, HALF, copy_bytes, inline, loops, narrow, to_fp8, widen  # noqa: F401
+from ._numba import BF16, F16, F32, copy_bytes, inline, largest, loops, narrow, to_fp8, widen
 from .checks import near_offsets  # noqa: F401
 from .layout import FP8_GROUP, NEAR_UNIT, Layout
 
 _KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
-_ITEM = np.array([4, 2, 2])
 _NONE = np.zeros(0, np.int64)
 _NO_STARTS = np.zeros(0, np.int32)
 
@@ -94,13 +93,9 @@ def _cast_pack(idx, positions, starts, x, kind, send, near, shape, row):
         out = np.empty(hidden, np.uint8)
         widen(kind, x + t * hidden * item, values)
         for g in range(scales.size):
-            a, b = g * FP8_GROUP, min((g + 1) * FP8_GROUP, hidden)
-            amax = np.float32(0.0)
-            for i in range(a, b):
-                amax = max(amax, abs(values[i]))
-            scales[g] = max(amax, np.float32(1e-10)) / np.float32(448.0)
-            for i in range(a, b):
-                values[i] = values[i] / scales[g]
+            group = values[g * FP8_GROUP : (g + 1) * FP8_GROUP]
+            scales[g] = max(largest(group), np.float32(1e-10)) / np.float32(448.0)
+            group /= scales[g]
         to_fp8(values, out)
         for k in range(topk):
             pos = positions[t * topk + k]

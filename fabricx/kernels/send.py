@@ -229,6 +229,7 @@ def send_large(x, scales, idx_ptr, send, send32, near_ptr, positions, blocks, to
     if SIGNAL:
         arrive(FAR, _FLAG_FAR, T, ok, control)
     if NEARS > 0:
+        tl.debug_barrier()  # the copy engine's table of addresses is free again
         sel = close & (ok == 1)
         _move(x, scales, send, send32, t, at, sel, v, s, X, S, SP, CHUNK, CHUNKS, UNIT, SCALE_AT, R, RP, CAST, TABLE,
               SCATTER)
