@@ -1,7 +1,7 @@
 """MoE dispatch and combine for GPUs (Triton) and CPUs (Numba), usable by themselves: plain tensors in and out.
 
-Importing this needs torch. A function of the GPU is loaded, and Triton with it, when it is first used; `cpu` (Numba) and
-`reference` (torch) have functions of the same names. docs/kernels.md has the layout of the buffers.
+Importing this needs torch. A function of the GPU is loaded, and Triton with it, when it is first used; `cpu` (Numba)
+and `reference` (torch) have functions of the same names. docs/kernels.md has the layout of the buffers.
 """
 
 from __future__ import annotations

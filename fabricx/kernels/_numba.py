@@ -1,4 +1,5 @@
-"""Numba for the CPU twins: memory by address, conversions of narrow floats, and a choice between one thread and many."""
+"""Numba for the CPU twins: memory by address, conversions of narrow floats, and a choice between one thread and
+many."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def narrow(kind, values, address):
 
 @inline
 def to_fp8(values, out):
-    """float32 -> bytes of float8_e4m3fn, to nearest even; beyond 448 saturates. Selections, no branches: it vectorises."""
+    """float32 -> bytes of float8_e4m3fn, to nearest even; beyond 448 saturates. Selections, no branches: it
+    vectorises."""
     bits = values.view(np.uint32)
     shifted = np.abs(values) + np.float32(16384.0)
     small = shifted.view(np.uint32)  # below 2**-6 a step is 2**-9: that of float32 from 2**14 on

@@ -58,7 +58,8 @@ class Timer:
         return np.array([a.elapsed_time(b) for a, b in self.events]) * 1e3
 
     def graph(self, prepare: Callable[[int], None], launch: Callable[[], object]) -> np.ndarray:
-        """us between event nodes around the launch in one graph, which is replayed with other inputs in the same buffers."""
+        """us between event nodes around the launch in one graph, which is replayed with other inputs in the same
+        buffers."""
         prepare(0)
         launch()
         torch.cuda.synchronize()
@@ -121,7 +122,8 @@ class Exchange:
         """Rows of each (source, local expert), every source routing as many tokens at random."""
         layout = self.layout
         e0 = layout.first_expert(layout.rank)
-        per_source = [torch.bincount(self._routing().flatten().long(), minlength=self.experts) for _ in range(layout.ranks)]
+        routings = [self._routing().flatten().long() for _ in range(layout.ranks)]
+        per_source = [torch.bincount(r, minlength=self.experts) for r in routings]
         return torch.stack(per_source)[:, e0 : e0 + layout.local_experts].to(torch.int32).contiguous()
 
     def _make_signals(self) -> None:
@@ -204,17 +206,21 @@ class Exchange:
     def stages(self) -> list[tuple]:
         """(name, prepare a sample, launch, bytes moved)."""
         layout, rows = self.layout, self.tokens * self.topk
+        sent = layout.bytes_dispatch_send(self.tokens, rows, self.x.dtype)
+        received = layout.bytes_dispatch_receive(self.expected)
+        summed = layout.bytes_combine_receive(self.tokens, rows)
         return [
-            ("dispatch send", self.fresh_routing, self.dispatch_send, layout.bytes_dispatch_send(self.tokens, rows, self.x.dtype)),
-            ("dispatch receive", self.fresh_counts, self.dispatch_receive, layout.bytes_dispatch_receive(self.expected)),
+            ("dispatch send", self.fresh_routing, self.dispatch_send, sent),
+            ("dispatch receive", self.fresh_counts, self.dispatch_receive, received),
             ("combine send", self.fresh_maps, self.combine_send, layout.bytes_combine_send(self.expected)),
-            ("combine receive", self.fresh_positions, self.combine_receive, layout.bytes_combine_receive(self.tokens, rows)),
+            ("combine receive", self.fresh_positions, self.combine_receive, summed),
         ]  # fmt: skip
 
 
 def figures(times: np.ndarray) -> dict:
     """p50, p99 and minimum of samples, in us."""
-    return {"p50_us": float(np.percentile(times, 50)), "p99_us": float(np.percentile(times, 99)), "min_us": float(times.min())}
+    p50, p99 = np.percentile(times, [50, 99])
+    return {"p50_us": float(p50), "p99_us": float(p99), "min_us": float(times.min())}
 
 
 def copies(nbytes: int) -> dict[str, Callable[[], object]]:
@@ -258,13 +264,12 @@ def measure(timer: Timer, case: dict) -> list[dict]:
         if status != fk.OK:
             raise RuntimeError(f"{name}: a wait {fk.status_text(status)} while measuring")
         rows.append(row)
-        print(
-            f"{case['name']:22s} {name:17s} {nbytes / 1e6:7.1f} MB  stream {row['stream']['p50_us']:7.2f}"
-            f"/{row['stream']['p99_us']:7.2f} (copy {row['stream_copy']['p50_us']:7.2f}, x{row['stream_ratio']:.2f})  graph "
-            f"{row['graph']['p50_us']:7.2f}/{row['graph']['p99_us']:7.2f} (copy {row['graph_copy']['p50_us']:7.2f}, "
-            f"x{row['graph_ratio']:.2f})",
-            flush=True,
-        )
+        shown = [
+            f"{mode} {row[mode]['p50_us']:7.2f}/{row[mode]['p99_us']:7.2f} (copy {row[f'{mode}_copy']['p50_us']:7.2f}, "
+            f"x{row[f'{mode}_ratio']:.2f})"
+            for mode in ("stream", "graph")
+        ]
+        print(f"{case['name']:22s} {name:17s} {nbytes / 1e6:7.1f} MB ", *shown, flush=True)
     return rows
 
 

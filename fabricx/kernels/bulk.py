@@ -24,7 +24,8 @@ def fits(layout: Layout, x: torch.Tensor, scales: torch.Tensor | None) -> bool:
 
 
 def gather_text(layout: Layout) -> str:
-    """Thread 0 starts loading the token at $1 and its scales at $2; every thread gets the row's address in shared memory.
+    """Thread 0 starts loading the token at $1 and its scales at $2; every thread gets the row's address in shared
+    memory.
 
     A load that was started must be waited for before the program ends: `scatter_text` does, whatever is selected.
     """
@@ -48,13 +49,14 @@ def gather_text(layout: Layout) -> str:
 
 def table_text(layout: Layout) -> str:
     """Element $2 of the table becomes address $3. Whichever threads hold the element write the same."""
-    return f"""{{ .reg .u32 t; mad.lo.u32 t, $2, 8, $1; st.shared.u64 [t + {layout.x_bytes + 4 * layout.scales + 16}], $3;
+    table = layout.x_bytes + 4 * layout.scales + 16
+    return f"""{{ .reg .u32 t; mad.lo.u32 t, $2, 8, $1; st.shared.u64 [t + {table}], $3;
         mov.u32 $0, 0; }}"""
 
 
 def scatter_text(layout: Layout) -> str:
-    """Thread k of the first topk stores the row at $1 to address k of the table, unless that is 0, and waits until it is
-    written. All of the first warp wait for the row to be there."""
+    """Thread k of the first topk stores the row at $1 to address k of the table, unless that is 0, and waits until it
+    is written. All of the first warp wait for the row to be there."""
     n = layout.x_bytes + 4 * layout.scales
     return f"""{{
         .reg .pred p; .reg .u32 t, b; .reg .u64 a;

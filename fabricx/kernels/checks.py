@@ -13,7 +13,8 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check(name: str, t: torch.Tensor, shape: tuple, dtypes: tuple, device: torch.device | None = None) -> None:
-    """Raise unless `t` is contiguous and has the shape (None: any, a negative number: at least) and one of the dtypes."""
+    """Raise unless `t` is contiguous and has the shape (None: any, a negative number: at least) and one of the
+    dtypes."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(t).__name__}")
     fits = t.dim() == len(shape) and all(

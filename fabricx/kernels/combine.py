@@ -1,6 +1,7 @@
 """Combine: expert outputs back to where their tokens came from, and there the weighted sum.
 
-The maps that dispatch receive made say where each row goes; `positions` of dispatch send says where each lies on return.
+The maps that dispatch receive made say where each row goes; `positions` of dispatch send says where each lies on
+return.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def _back(y, send, row, to, X: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.con
 def send_back(y, send, map_row, map_to, totals, control, flags, nflags, capacity,
               X: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, UNIT: tl.constexpr, NEARS: tl.constexpr,
               SIGNAL: tl.constexpr, WAIT: tl.constexpr):
-    """Any grid. Every ROW arrives at the counter of its kind, whose numbers are known: with a grid of about the rows that
-    come no program waits for another."""
+    """Any grid. Every ROW arrives at the counter of its kind, whose numbers are known: with a grid of about the rows
+    that come no program waits for another."""
     pid = tl.program_id(0)
     step = tl.num_programs(0)
     r = pid
@@ -78,7 +79,8 @@ def sum_rows(buf, positions, weights, out, control, flags, nflags, host_flag,
              R: tl.constexpr, RP: tl.constexpr, H: tl.constexpr, STRIDE: tl.constexpr, CHUNK: tl.constexpr,
              CHUNKS: tl.constexpr, WEIGHTED: tl.constexpr, ACCUMULATE: tl.constexpr, WAIT: tl.constexpr,
              HOST: tl.constexpr):
-    """Grid: tokens * CHUNKS. What lies in a row that is masked or has weight 0 is not read, and so cannot poison the sum."""
+    """Grid: tokens * CHUNKS. What lies in a row that is masked or has weight 0 is not read, and so cannot poison the
+    sum."""
     pid = tl.program_id(0)
     t = pid // CHUNKS
     k = tl.arange(0, RP)
@@ -178,8 +180,8 @@ def combine_receive(
     weights : float32 [tokens, topk] or None
         None: all ones. A row of weight 0 is not read.
     out : bfloat16, float16 or float32 [tokens, hidden]
-        Gets the sums; with `accumulate` they are added to what is there (in float32, rounded once). A token of which all
-        choices are masked gets zeros. Untouched when the wait gives up.
+        Gets the sums; with `accumulate` they are added to what is there (in float32, rounded once). A token of which
+        all choices are masked gets zeros. Untouched when the wait gives up.
     control, wait
         Control block, and flags that must reach the round of the last `combine_send` first: int32 [flags].
     host_flag : int32 [1]
@@ -198,8 +200,8 @@ def combine_receive(
     chunk = min(pow2(layout.hidden), _SUM_CHUNK)
     chunks = ceil_div(layout.hidden, chunk)
     sum_rows[(tokens * chunks,)](
-        buf.reshape(-1).view(layout.combine_dtype), positions, out if weights is None else weights, out, ctl, flags, nflags,
-        ctl if host_flag is None else host_flag, R=topk, RP=pow2(topk), H=layout.hidden,
+        buf.reshape(-1).view(layout.combine_dtype), positions, out if weights is None else weights, out, ctl, flags,
+        nflags, ctl if host_flag is None else host_flag, R=topk, RP=pow2(topk), H=layout.hidden,
         STRIDE=layout.combine_row_bytes // layout.combine_dtype.itemsize, CHUNK=chunk, CHUNKS=chunks,
         WEIGHTED=weights is not None, ACCUMULATE=accumulate, WAIT=wait is not None, HOST=host_flag is not None,
         num_warps=4 if chunk >= 1024 else 2,

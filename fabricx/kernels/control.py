@@ -10,8 +10,8 @@ import torch
 
 LINE = 32  # int32 words in a cache line
 
-# Each of the five signals has a line: a 64-bit arrival counter (low half: programs arrived, high half: of those, failed)
-# and the epoch, which is the number of rounds in which this signal was given.
+# Each of the five signals has a line: a 64-bit arrival counter (low half: programs arrived, high half: of those,
+# failed) and the epoch, which is the number of rounds in which this signal was given.
 COUNTS, FAR, NEAR, BACK_FAR, BACK_NEAR = range(5)
 SIGNALS = ("counts", "far", "near", "back_far", "back_near")
 COUNTER, EPOCH = 0, 2  # words in a signal's line
@@ -59,9 +59,10 @@ def new_control(
 ) -> torch.Tensor:
     """A control block for one round in flight.
 
-    Every flag is a u32 word, given as a tensor or as an address that kernels of `device` can write (device memory, a peer's
-    memory, mapped pinned host memory). It is raised to the epoch, which grows by one a round and wraps; compare with
-    ``(flag - epoch) as int32 >= 0``. None: not raised. The block keeps addresses only: the caller keeps the memory.
+    Every flag is a u32 word, given as a tensor or as an address that kernels of `device` can write (device memory, a
+    peer's memory, mapped pinned host memory). It is raised to the epoch, which grows by one a round and wraps; compare
+    with ``(flag - epoch) as int32 >= 0``. None: not raised. The block keeps addresses only: the caller keeps the
+    memory.
 
     Parameters
     ----------

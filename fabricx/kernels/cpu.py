@@ -56,8 +56,8 @@ def _route(idx, counts, positions, starts):
 
 
 def _pack(idx, positions, starts, x, scales, send, near, shape, row):
-    """Copy every token to its rows. shape: (top-k, base, extra, first near rank); row: bytes of (token, scales, where scales
-    lie, whole row)."""
+    """Copy every token to its rows. shape: (top-k, base, extra, first near rank); row: bytes of (token, scales, where
+    scales lie, whole row)."""
     topk, base, extra, near0 = shape
     x_bytes, s_bytes, scale_at, row_bytes = row
     tokens = idx.size // topk
@@ -106,8 +106,8 @@ def _cast_pack(idx, positions, starts, x, kind, send, near, shape, row):
 
 
 def _map(counts, starts, near, shape, rows, slots, map_row, map_to, expert_tokens, totals):
-    """Where each row lies, goes, and returns to. shape: (private, first near rank, near rows, pad, 16-byte units of a combined
-    row)."""
+    """Where each row lies, goes, and returns to. shape: (private, first near rank, near rows, pad, 16-byte units of a
+    combined row)."""
     private, near0, near_rows, pad, unit = shape
     n, el = counts.shape
     nears = near.size

@@ -54,8 +54,8 @@ class Layout:
     private : int
         Rows a source may send before routes are known, into its own slots at the receiver (P).
     near_first, near_ranks : int
-        The ranks whose memory is written directly: ``near_first .. near_first+near_ranks-1``. 0 for none; where there are
-        any, this rank is one of them.
+        The ranks whose memory is written directly: ``near_first .. near_first+near_ranks-1``. 0 for none; where there
+        are any, this rank is one of them.
     near_rows : int
         Rows a near source has room for at the receiver; see `near_bound`.
     pad : int

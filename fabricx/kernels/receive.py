@@ -39,8 +39,8 @@ def _landed(s, j, over, close, P: tl.constexpr, N: tl.constexpr, NEAR0: tl.const
 
 @triton.jit
 def _way_back(close, base, start, j, behind, ROW: tl.constexpr):
-    """Where combine sends the row: (16-byte units from its send buffer << 1) | near. A near source's rows lie in its buffer
-    in its own order; far rows lie in the send buffer by (source, j)."""
+    """Where combine sends the row: (16-byte units from its send buffer << 1) | near. A near source's rows lie in its
+    buffer in its own order; far rows lie in the send buffer by (source, j)."""
     there = base + (start + j).to(tl.int64) * ROW
     return tl.where(close, there * 2 + 1, (behind + j).to(tl.int64) * (ROW * 2))
 
@@ -115,8 +115,8 @@ def _void(totals_ptr):
 
 
 @triton.jit(do_not_specialize=["rows", "nflags"])
-def receive_small(recv, recv32, counts, starts, near_ptr, out_x, out_s, map_row, map_to, tokens_ptr, totals_ptr, control,
-                  flags, nflags, host_flag, rows,
+def receive_small(recv, recv32, counts, starts, near_ptr, out_x, out_s, map_row, map_to, tokens_ptr, totals_ptr,
+                  control, flags, nflags, host_flag, rows,
                   N: tl.constexpr, NP: tl.constexpr, EL: tl.constexpr, ELP: tl.constexpr, P: tl.constexpr,
                   NEAR0: tl.constexpr, NEARS: tl.constexpr, NEAR_ROWS: tl.constexpr, PAD: tl.constexpr,
                   X: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
@@ -167,8 +167,9 @@ def count_sources(counts, tokens_ptr, totals_ptr, segments, behind, control, fla
                   N: tl.constexpr, NP: tl.constexpr, EL: tl.constexpr, EB: tl.constexpr, P: tl.constexpr,
                   NEAR0: tl.constexpr, NEARS: tl.constexpr, PAD: tl.constexpr, WAIT: tl.constexpr,
                   HOST: tl.constexpr, PDL: tl.constexpr):
-    """One program: for each (expert, source) where its rows start, unpadded, padded, and among the source's (`segments`, int32
-    [3, EL, N]); for each source the far rows before it and those beyond P (`behind`, int32 [2, N]); the totals."""
+    """One program: for each (expert, source) where its rows start, unpadded, padded, and among the source's
+    (`segments`, int32 [3, EL, N]); for each source the far rows before it and those beyond P (`behind`, int32 [2, N]);
+    the totals."""
     if PDL:
         gdc_launch_dependents()
     ok = 1
@@ -252,8 +253,8 @@ def copy_rows(recv, recv32, out_x, out_s, map_row, map_slot, totals_ptr,
     r = tl.program_id(0)
     total = tl.load(totals_ptr)
     while r < total:
-        _copy_row(recv, recv32, out_x, out_s, tl.load(map_slot + r), tl.load(map_row + r), X, S, SP, CHUNK, CHUNKS, UNIT,
-                  ROW, SCALE_AT)
+        slot, row = tl.load(map_slot + r), tl.load(map_row + r)
+        _copy_row(recv, recv32, out_x, out_s, slot, row, X, S, SP, CHUNK, CHUNKS, UNIT, ROW, SCALE_AT)
         r += tl.num_programs(0)
 
 
@@ -291,8 +292,8 @@ def dispatch_receive(
     counts : int32 [ranks, layout.local_experts]
         Rows that each source sends to each of this rank's experts.
     out_x : layout.dtype [capacity, hidden]
-        Expert e's rows start at the sum of ``expert_tokens[:e]``, each rounded up to a multiple of layout.pad, and lie in
-        order of (source, token). Rows between segments are left as they are.
+        Expert e's rows start at the sum of ``expert_tokens[:e]``, each rounded up to a multiple of layout.pad, and lie
+        in order of (source, token). Rows between segments are left as they are.
     map_row : int32 [>= capacity]
         Gets, for row i in order of (expert, source, token), its row in `out_x`.
     map_to : int64 [>= capacity]
@@ -325,10 +326,14 @@ def dispatch_receive(
     size = word_size(layout.x_bytes, out_x)
     words = layout.x_bytes // size
     chunk = min(pow2(words), _CHUNK)
-    near_args = dict(N=n, EL=el, P=layout.private, NEAR0=layout.near_first, NEARS=layout.near_ranks,
-                     NEAR_ROWS=layout.near_rows, BACK_ROW=layout.combine_row_bytes // NEAR_UNIT)  # fmt: skip
-    row_args = dict(X=words, S=layout.scales, SP=pow2(layout.scales), CHUNK=chunk, CHUNKS=ceil_div(words, chunk),
-                    UNIT=NEAR_UNIT // size, ROW=layout.row_bytes // NEAR_UNIT, SCALE_AT=layout.scale_at // 4)  # fmt: skip
+    near_args = dict(
+        N=n, EL=el, P=layout.private, NEAR0=layout.near_first, NEARS=layout.near_ranks, NEAR_ROWS=layout.near_rows,
+        BACK_ROW=layout.combine_row_bytes // NEAR_UNIT,
+    )  # fmt: skip
+    row_args = dict(
+        X=words, S=layout.scales, SP=pow2(layout.scales), CHUNK=chunk, CHUNKS=ceil_div(words, chunk),
+        UNIT=NEAR_UNIT // size, ROW=layout.row_bytes // NEAR_UNIT, SCALE_AT=layout.scale_at // 4,
+    )  # fmt: skip
     recv_w, recv32 = as_words(recv, size), recv.reshape(-1).view(torch.float32)
     out_w, out_s = as_words(out_x, size), recv32 if out_scales is None else out_scales
     ctl = totals if control is None else control
@@ -342,8 +347,8 @@ def dispatch_receive(
     np_, elp = pow2(n), pow2(el)
     if np_ * elp <= SMALL and expected <= _SMALL_ROWS:
         receive_small[(grid,)](
-            recv_w, recv32, counts, starts, near, out_w, out_s, map_row, map_to, expert_tokens, totals, ctl, flags, nflags,
-            host, rows, NP=np_, ELP=elp, PAD=layout.pad, num_warps=2, **near_args, **row_args, **waits,
+            recv_w, recv32, counts, starts, near, out_w, out_s, map_row, map_to, expert_tokens, totals, ctl, flags,
+            nflags, host, rows, NP=np_, ELP=elp, PAD=layout.pad, num_warps=2, **near_args, **row_args, **waits,
         )  # fmt: skip
         return
     words = receive_workspace_words(layout, rows)
@@ -360,7 +365,10 @@ def dispatch_receive(
     )  # fmt: skip
     if el == 0:
         return
-    map_rows[(el * n,)](counts, segments, behind, starts, near, map_row, map_to, map_slot, totals, RB=_MAP_ROWS, PDL=pdl,
-                        num_warps=4, **near_args, **more)  # fmt: skip
-    copy_rows[(grid,)](recv_w, recv32, out_w, out_s, map_row, map_slot, totals, PDL=pdl, num_warps=4, **row_args,
-                       **more)  # fmt: skip
+    map_rows[(el * n,)](
+        counts, segments, behind, starts, near, map_row, map_to, map_slot, totals, RB=_MAP_ROWS, PDL=pdl, num_warps=4,
+        **near_args, **more,
+    )  # fmt: skip
+    copy_rows[(grid,)](
+        recv_w, recv32, out_w, out_s, map_row, map_slot, totals, PDL=pdl, num_warps=4, **row_args, **more
+    )

@@ -98,7 +98,8 @@ def dispatch_send(
 
 
 def landing(layout: Layout, counts: torch.Tensor) -> tuple[list[list[int]], list[int]]:
-    """For each source the rows of the receive buffer that its rows lie in, in its order; and rows of lower far ranks."""
+    """For each source the rows of the receive buffer that its rows lie in, in its order; and rows of lower far
+    ranks."""
     of = counts.sum(1).tolist()
     where, behind, over, before = [], [], 0, 0
     base = layout.near_ranks * layout.near_rows
@@ -174,7 +175,8 @@ def combine_send(
     *,
     near: tuple[torch.Tensor, int] | None = None,
 ) -> None:
-    """See combine.combine_send. `near`: (uint8 [rows, combine_row_bytes], the 16-byte offset of its first row from `send`)."""
+    """See combine.combine_send. `near`: (uint8 [rows, combine_row_bytes], the 16-byte offset of its first row from
+    `send`)."""
     n = max(int(totals[0]), 0)
     unit = layout.combine_row_bytes // NEAR_UNIT
     rows = y.contiguous().view(torch.uint8).reshape(y.shape[0], layout.y_bytes)[map_row[:n].long()]

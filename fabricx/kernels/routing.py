@@ -61,8 +61,8 @@ def count_blocks(idx_ptr, blocks, T, R: tl.constexpr, E: tl.constexpr, EP: tl.co
 @triton.jit(do_not_specialize=["nblocks"])
 def scan_blocks(blocks, totals, counts, control, nblocks, E: tl.constexpr, EB: tl.constexpr, NB: tl.constexpr,
                 SIGNAL: tl.constexpr, PDL: tl.constexpr):
-    """Program g: running sums over blocks for its EB experts (in place), and their totals, once for the kernels that follow
-    and once for the host."""
+    """Program g: running sums over blocks for its EB experts (in place), and their totals, once for the kernels that
+    follow and once for the host."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

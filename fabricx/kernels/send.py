@@ -1,7 +1,8 @@
-"""Dispatch, sending side: every (token, expert) pair becomes a row, packed by destination, near ranks' rows in their memory.
+"""Dispatch, sending side: every (token, expert) pair becomes a row, packed by destination, near ranks' rows in their
+memory.
 
-Up to `routing.SMALL` pairs one kernel does it all without a grid barrier: a row's place is the number of smaller (expert,
-token) keys, and each program counts those for its own rows. Beyond, two small kernels count first.
+Up to `routing.SMALL` pairs one kernel does it all without a grid barrier: a row's place is the number of smaller
+(expert, token) keys, and each program counts those for its own rows. Beyond, two small kernels count first.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def first_expert(d, BASE: tl.constexpr, EXTRA: tl.constexpr):
 @triton.jit
 def _load_chunk(x, scales, t, c, X: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, CHUNK: tl.constexpr,
                 CAST: tl.constexpr):
-    """Chunk c of token t: (values, scales). Casting: CHUNK groups become fp8 with the scales amax/448; else CHUNK words and,
-    with the first chunk, the scales that the token came with."""
+    """Chunk c of token t: (values, scales). Casting: CHUNK groups become fp8 with the scales amax/448; else CHUNK words
+    and, with the first chunk, the scales that the token came with."""
     if CAST:
         o = (c * CHUNK + tl.arange(0, CHUNK))[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         v = tl.load(x + t.to(tl.int64) * X + o, mask=o < X, other=0.0).to(tl.float32)
@@ -67,8 +68,9 @@ def _load_chunk(x, scales, t, c, X: tl.constexpr, S: tl.constexpr, SP: tl.conste
 
 
 @triton.jit
-def _store_chunk(send, send32, at, sel, v, s, c, X: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, CHUNK: tl.constexpr,
-                 UNIT: tl.constexpr, SCALE_AT: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, CAST: tl.constexpr):
+def _store_chunk(send, send32, at, sel, v, s, c, X: tl.constexpr, S: tl.constexpr, SP: tl.constexpr,
+                 CHUNK: tl.constexpr, UNIT: tl.constexpr, SCALE_AT: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+                 CAST: tl.constexpr):
     """Store a chunk to the selected ones of R places, `at` units of 16 bytes (UNIT words) from the send buffer."""
     if CAST:
         k = tl.arange(0, RP)
@@ -146,8 +148,8 @@ def send_small(x, scales, idx_ptr, send, send32, near_ptr, positions, counts, co
                CHUNKS: tl.constexpr, UNIT: tl.constexpr, ROW: tl.constexpr, SCALE_AT: tl.constexpr,
                CAST: tl.constexpr, SIGNAL: tl.constexpr, WAIT: tl.constexpr, GATHER: tl.constexpr,
                TABLE: tl.constexpr, SCATTER: tl.constexpr):
-    """Grid: 1 + T*ROLES. With near ranks a token has two programs, far rows (role 0) and near rows, so that neither signal
-    waits for the other's stores."""
+    """Grid: 1 + T*ROLES. With near ranks a token has two programs, far rows (role 0) and near rows, so that neither
+    signal waits for the other's stores."""
     pid = tl.program_id(0)
     if pid == 0:
         _announce(idx_ptr, counts, control, T, R, E, EP, PAIRS, NEARS, SIGNAL)
@@ -284,7 +286,8 @@ def dispatch_send(
     indices : int32 or int64 [tokens, topk]
         Experts; what is not in 0..experts-1 is masked.
     send : uint8 [>= tokens*topk, layout.row_bytes]
-        Send buffer. Row ``positions[t, k]`` gets token t, unless its expert's rank is near: those places stay untouched.
+        Send buffer. Row ``positions[t, k]`` gets token t, unless its expert's rank is near: those places stay
+        untouched.
     scales : float32 [tokens, layout.scales]
         Copied into the rows.
     near : int64 [near_ranks]

@@ -1,9 +1,9 @@
 """Device-side signals: arrive and raise a flag (release), wait for flags (acquire), at system scope.
 
 Flags are u32 epochs that only ever grow (and wrap); the epoch lives in the control block (control.py), so a CUDA graph
-replays with the arguments it was captured with. NVIDIA GPUs use inline assembly, which a scalar operand makes run in every
-thread: each block lets through the threads that it needs and joins them again at a barrier. Elsewhere (the interpreter,
-other GPUs) Triton's atomics do the same.
+replays with the arguments it was captured with. NVIDIA GPUs use inline assembly, which a scalar operand makes run in
+every thread: each block lets through the threads that it needs and joins them again at a barrier. Elsewhere (the
+interpreter, other GPUs) Triton's atomics do the same.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def flag_index(signal: int) -> int:
 
 
 # $1 flags, $2 how many, $3 the epoch's address, $4 the control block, $5 0 or 1: the number this program reports with.
-# Lane i of the first warp waits for flags i, i+32, ...; the barrier at the end also tells every thread how it went. Only
-# program 0 reads the abort word, which may lie in host memory: polled by every block it would choke PCIe. The others see
-# what program 0 leaves in the status word. %globaltimer counts nanoseconds.
+# Lane i of the first warp waits for flags i, i+32, ...; the barrier at the end also tells every thread how it went.
+# Only program 0 reads the abort word, which may lie in host memory: polled by every block it would choke PCIe. The
+# others see what program 0 leaves in the status word. %globaltimer counts nanoseconds.
 _WAIT = f"""{{
     .reg .pred p, bad; .reg .u32 t, want, v, i, s, n; .reg .s32 d; .reg .u64 a, ab, now, limit, us;
     mov.u32 t, %tid.x; setp.ne.u32 bad, t, t; setp.ge.u32 p, t, 32; @p bra DONE;
@@ -66,9 +66,10 @@ GOT: add.u32 i, i, 32; bra NEXT;
 DONE: barrier.red.or.pred p, 0, bad; selp.u32 $0, 0, 1, p; }}"""
 WAIT_ASM = tl.constexpr(_WAIT)
 
-# $1 the signal's line, $2 how many arrive, $3 did this program's wait succeed, $4 the word with the flag's address. All in
-# one thread: no result to broadcast, hence no second barrier. The epoch and the address are read ahead; nobody but the last
-# to arrive changes the epoch. Failures ride in the upper half of the counter, so that the last one knows of them for free.
+# $1 the signal's line, $2 how many arrive, $3 did this program's wait succeed, $4 the word with the flag's address. All
+# in one thread: no result to broadcast, hence no second barrier. The epoch and the address are read ahead; nobody but
+# the last to arrive changes the epoch. Failures ride in the upper half of the counter, so that the last one knows of
+# them for free.
 _ARRIVE_ONE = f"""{{
     .reg .pred p; .reg .u32 t, e, lo, hi; .reg .u64 a, o, one;
     mov.u32 t, %tid.x; setp.ne.u32 p, t, 0; @p bra DONE;
@@ -82,8 +83,8 @@ _ARRIVE_ONE = f"""{{
 DONE: mov.u32 $0, 0; }}"""
 ARRIVE_ONE_ASM = tl.constexpr(_ARRIVE_ONE)
 
-# The same, but the last one raises a flag at each near rank: a lane each, addresses read ahead, one fence for all. $4 the
-# table of addresses, $5 the length of it.
+# The same, but the last one raises a flag at each near rank: a lane each, addresses read ahead, one fence for all. $4
+# the table of addresses, $5 the length of it.
 _ARRIVE_ALL = f"""{{
     .reg .pred p, q; .reg .u32 t, e, lo, hi, i; .reg .u64 a, o, one;
     mov.u32 t, %tid.x; setp.ge.u32 p, t, 32; @p bra DONE;
@@ -156,8 +157,8 @@ def _wait_portable(flags, n, want, control):
 def wait(flags, n, signal: tl.constexpr, control):
     """Wait until each of `n` consecutive flags has reached the epoch of `signal`. 1, or 0: time is up, or aborted.
 
-    In a kernel that itself gives `signal`, that is the number of rounds before; in one that follows in the same stream, the
-    present round. Ends with a barrier: no thread reads early.
+    In a kernel that itself gives `signal`, that is the number of rounds before; in one that follows in the same stream,
+    the present round. Ends with a barrier: no thread reads early.
     """
     epoch = control + signal * LINE + EPOCH
     if ASM:
@@ -185,7 +186,8 @@ def _arrive_portable(line, n, ok):
 
 @triton.jit
 def arrive(signal: tl.constexpr, flag: tl.constexpr, n, ok, control):
-    """Count this program in; the last of `n` ends the signal's round and raises proxy flag `flag`, unless one failed."""
+    """Count this program in; the last of `n` ends the signal's round and raises proxy flag `flag`, unless one
+    failed."""
     line = control + signal * LINE
     where = control + FLAG + 2 * flag
     if ASM:

@@ -15,7 +15,8 @@ def _check_word(word: torch.Tensor) -> None:
 
 
 def scalar_inc_(word: torch.Tensor, shadow: torch.Tensor | None = None) -> torch.Tensor:
-    """Add one to a 64-bit word from the GPU, in stream order; what the GPU stored before is visible to who sees the sum.
+    """Add one to a 64-bit word from the GPU, in stream order; what the GPU stored before is visible to who sees the
+    sum.
 
     One GPU, and one stream at a time, may write the word. Can be captured in a CUDA graph after it has run once.
 

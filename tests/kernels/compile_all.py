@@ -1,4 +1,5 @@
-"""Compile every kernel for an H200, which needs no GPU: run by test_compile.py in a process where Triton does not interpret.
+"""Compile every kernel for an H200, which needs no GPU: run by test_compile.py in a process where Triton does not
+interpret.
 
 Launches are caught, and compiled with the types and constants that they came with.
 """
@@ -19,8 +20,8 @@ from fabricx.kernels import bulk, receive, routing, send
 TARGET = GPUTarget("cuda", 90, 32)
 FP8 = torch.float8_e4m3fn
 TYPES = {
-    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float32: "fp32",
-    torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
 }  # fmt: skip
 compiled: dict[str, list[str]] = {}
 
@@ -69,10 +70,11 @@ def exchange(tokens, near, cast=False, expected=None, **case):
         near=offsets, control=control, wait=wait, host_flag=zeros(1), expected_rows=expected,
     )  # fmt: skip
     back = zeros(n, layout.combine_row_bytes, dtype=torch.uint8)
-    fk.combine_send(layout, zeros(n, hidden, dtype=layout.combine_dtype), *maps, zeros(2), back, control=control, wait=wait)
+    y = zeros(n, hidden, dtype=layout.combine_dtype)
+    fk.combine_send(layout, y, *maps, zeros(2), back, control=control, wait=wait)
     fk.combine_receive(
-        layout, back, zeros(tokens, topk), zeros(tokens, topk, dtype=torch.float32), zeros(tokens, hidden, dtype=torch.bfloat16),
-        accumulate=cast, control=control, wait=wait, host_flag=zeros(1),
+        layout, back, zeros(tokens, topk), zeros(tokens, topk, dtype=torch.float32),
+        zeros(tokens, hidden, dtype=torch.bfloat16), accumulate=cast, control=control, wait=wait, host_flag=zeros(1),
     )  # fmt: skip
 
 

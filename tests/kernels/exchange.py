@@ -19,9 +19,8 @@ class Rank:
     def __init__(self, shape, rank, tokens, most, groups, device):
         first, size = groups[rank]
         probe = fk.Layout(**shape, rank=rank)
-        self.layout = fk.Layout(
-            **shape, rank=rank, near_first=first, near_ranks=size, near_rows=probe.near_bound(most, distinct=False) if size else 0
-        )
+        room = probe.near_bound(most, distinct=False) if size else 0
+        self.layout = fk.Layout(**shape, rank=rank, near_first=first, near_ranks=size, near_rows=room)
         layout, n = self.layout, most * shape["topk"]
         self.tokens, self.device = tokens, device
         self.send = empty_rows(n, layout.row_bytes, device)

@@ -114,7 +114,8 @@ def snapshot_kernel():
 
 
 def missing_rows(rank, rounds, lie):
-    """Rounds in which a copy, taken by another kernel as soon as the flag was up, lacked a row of which the flag speaks."""
+    """Rounds in which a copy, taken by another kernel as soon as the flag was up, lacked a row of which the flag
+    speaks."""
     snap = snapshot_kernel()
     watchers = [torch.cuda.Stream(), torch.cuda.Stream()]
     sender = torch.cuda.Stream()
@@ -215,7 +216,8 @@ def test_a_round_of_combine_raises_every_flag():
         fk.dispatch_receive(rank.layout, **args)
         y = torch.zeros(args["out_x"].shape, dtype=torch.bfloat16, device="cuda")
         rows = int(args["totals"][1]) + 1
-        pool, back, _, offsets = rig.scratch_pool(rank.layout, 0, 512, rank.layout.combine_row_bytes, "cuda", send_rows=rows)
+        row_bytes = rank.layout.combine_row_bytes
+        _, back, _, offsets = rig.scratch_pool(rank.layout, 0, 512, row_bytes, "cuda", send_rows=rows)
         args["near"] = offsets
         fk.dispatch_receive(rank.layout, **args)
         fk.combine_send(rank.layout, y, args["map_row"], args["map_to"], args["totals"], back, control=rank.control)
@@ -299,7 +301,8 @@ def test_a_graph_replays_with_the_arguments_it_was_captured_with(tokens):
         rank.pool.fill_(rig.POISON)
         graph.replay()
         assert rank.flags() == [n] * 4
-        pool, send, near, _ = rig.scratch_pool(rank.layout, tokens, rank.layout.near_rows, rank.layout.row_bytes, "cuda")
+        layout = rank.layout
+        pool, send, near, _ = rig.scratch_pool(layout, tokens, layout.near_rows, layout.row_bytes, "cuda")
         counts, positions = fk.reference.dispatch_send(rank.layout, rank.x, rank.idx, send, near=near)
         assert torch.equal(rank.counts.cuda(), counts)
         assert torch.equal(rank.positions, positions)

@@ -10,12 +10,13 @@ import torch
 import fabricx.kernels as fk
 
 FP8 = torch.float8_e4m3fn
+DEEPSEEK = dict(hidden=7168, experts=256, topk=8, dtype=FP8, scales=56)
 SHAPES = {
-    "decode EP64": dict(hidden=7168, experts=256, ranks=64, topk=8, dtype=FP8, scales=56, near_first=8, near_ranks=8, pad=64),
-    "decode EP8": dict(hidden=7168, experts=256, ranks=8, topk=8, dtype=FP8, scales=56, near_ranks=8, pad=128),
-    "all far": dict(hidden=7168, experts=256, ranks=64, topk=8, dtype=FP8, scales=56),
+    "decode EP64": dict(**DEEPSEEK, ranks=64, near_first=8, near_ranks=8, pad=64),
+    "decode EP8": dict(**DEEPSEEK, ranks=8, near_ranks=8, pad=128),
+    "all far": dict(**DEEPSEEK, ranks=64),
     "bf16": dict(hidden=2880, experts=128, ranks=8, topk=4, near_first=2, near_ranks=2),
-    "fp16, many experts": dict(hidden=576, experts=601, ranks=7, topk=16, dtype=torch.float16, near_first=6, near_ranks=1),
+    "fp16": dict(hidden=576, experts=601, ranks=7, topk=16, dtype=torch.float16, near_first=6, near_ranks=1),
     "odd hidden": dict(hidden=127, experts=9, ranks=4, topk=3, dtype=FP8, scales=1, near_first=0, near_ranks=3, pad=5),
     "hidden 1": dict(hidden=1, experts=5, ranks=5, topk=1, dtype=FP8, pad=2),
     "wide rows": dict(hidden=16384, experts=64, ranks=4, topk=6, dtype=torch.float32, combine_dtype=torch.float32),
@@ -56,8 +57,8 @@ def test_dispatch_send(way, name, tokens):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_cast_on_the_way(hidden, tokens, dtype):
     layout = fk.Layout(
-        hidden=hidden, experts=24, ranks=4, topk=4, dtype=FP8, scales=-(-hidden // 128), near_first=1, near_ranks=2, rank=1,
-        near_rows=4 * tokens,
+        hidden=hidden, experts=24, ranks=4, topk=4, dtype=FP8, scales=-(-hidden // 128), near_first=1, near_ranks=2,
+        rank=1, near_rows=4 * tokens,
     )  # fmt: skip
     gen = rig.generator(hidden)
     x = (torch.randn(tokens, hidden, generator=gen) * torch.rand(tokens, 1, generator=gen) * 30).to(dtype)
@@ -139,4 +140,5 @@ def test_whole_rounds(near, cast):
     if cast:
         shape |= dict(dtype=FP8, scales=7)
     groups = exchange.node_groups(8, near)
-    exchange.check_round(fk, shape, [40, 0, 128, 1, 200, 7, 64, 3], groups, rig.generator(near), device="cuda", rounds=3)
+    tokens = [40, 0, 128, 1, 200, 7, 64, 3]
+    exchange.check_round(fk, shape, tokens, groups, rig.generator(near), device="cuda", rounds=3)
