@@ -23,6 +23,7 @@ EXTENSIONS = {
     "fabricx._ref": ("pyx/ref.pyx", [], ""),
     "fabricx._drive": ("pyx/drive.pyx", [], ""),
     "fabricx._ofi": ("pyx/ofi.pyx", ["rdma/fabric.h"], "libfabric-dev"),
+    "fabricx._verbs": ("pyx/verbs.pyx", ["infiniband/verbs.h"], "libibverbs-dev"),
 }
 
 

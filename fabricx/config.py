@@ -8,6 +8,18 @@ from dataclasses import dataclass, fields
 from .errors import OutOfRange
 
 _MOST32 = (1 << 32) - 1
+_VERBS = {
+    "verbs_gid_index": (-1, 255),
+    "verbs_sl": (0, 15),
+    "verbs_traffic_class": (0, 255),
+    "verbs_pkey_index": (0, 65535),
+    "verbs_timeout": (1, 31),
+    "verbs_retry": (0, 7),
+    "verbs_rnr_retry": (0, 7),
+    "verbs_min_rnr_timer": (0, 31),
+    "verbs_chain": (1, 16),
+    "verbs_depth": (4, 512),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +38,12 @@ class Config:
     ofi_library : path of libfabric; empty: search.
     ofi_provider : provider to ask for; empty: efa where there is hardware, else tcp (net in 1.17).
     ofi_address : address or interface to bind to; empty: the provider's choice, loopback on tcp.
+    verbs_gid_index : GID to use on Ethernet; -1: RoCE v2 over IPv4 or global IPv6, the interface that routes.
+    verbs_mtu : path MTU in bytes, 256 .. 4096; 0: the port's.
+    verbs_sl, verbs_traffic_class, verbs_pkey_index : service level, traffic class (DSCP << 2 | ECN) and partition of all packets.
+    verbs_timeout : 4.096 us << this without an acknowledgement, and a packet is sent again. verbs_retry : so many times.
+    verbs_rnr_retry : times that a peer without a receive is tried again; 7: for ever. verbs_min_rnr_timer : how long it asks to wait.
+    verbs_chain : work requests under one doorbell, 1 .. 16. verbs_depth : outstanding to one peer.
     vm_write : allow process_vm_writev on the local fabric; False goes through the bounce lane.
     local_reach : how the local fabric writes: "auto" (map what can be mapped, else process_vm_writev, else the bounce lane), or
         always "vm" or "bounce", which is for tests and measurements.
@@ -41,6 +59,17 @@ class Config:
     ofi_library: str = ""
     ofi_provider: str = ""
     ofi_address: str = ""
+    verbs_gid_index: int = -1
+    verbs_mtu: int = 0
+    verbs_sl: int = 0
+    verbs_traffic_class: int = 0
+    verbs_pkey_index: int = 0
+    verbs_timeout: int = 14
+    verbs_retry: int = 7
+    verbs_rnr_retry: int = 7
+    verbs_min_rnr_timer: int = 12
+    verbs_chain: int = 4
+    verbs_depth: int = 512
     vm_write: bool = True
     local_reach: str = "auto"
 
@@ -54,6 +83,12 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, int) or not 0 <= value <= most:
                 raise OutOfRange(f"{name} is {value!r}; it must be within 0 .. {most}")
+        for name, (least, most) in _VERBS.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or not least <= value <= most:
+                raise OutOfRange(f"{name} is {value!r}; it must be within {least} .. {most}")
+        if self.verbs_mtu not in (0, 256, 512, 1024, 2048, 4096):
+            raise OutOfRange(f"verbs_mtu is {self.verbs_mtu!r}; it must be 0, 256, 512, 1024, 2048 or 4096 bytes")
 
     @classmethod
     def from_env(cls, **given: object) -> Config:

@@ -110,16 +110,17 @@ cdef class CtlState:
     cdef int new_peer(self, bytes addr, uint64_t incarnation, uint32_t src):
         """The index of a place filled in for a peer; -1 when there is no room."""
         cdef int i = self.place()
-        cdef peer_t* p
-        if i < 0:
-            return -1
-        p = &self.d.peer[i]
+        if i >= 0:
+            self.fill_peer(i, addr, incarnation, src)
+        return i
+
+    cdef void fill_peer(self, int i, bytes addr, uint64_t incarnation, uint32_t src):
+        cdef peer_t* p = &self.d.peer[i]
         memset(p, 0, sizeof(peer_t))
         p.incarnation, p.src, p.addrlen = incarnation, src, <uint32_t>len(addr)
         memcpy(p.addr, <const char*>addr, len(addr))
         p.tx_seq = now_ns()             # above all that it was sent before, if it is met again
         p.used = 1
-        return i
 
     def hello(self, uint32_t i, bytes body):
         """Says hello, unless the one before has not even left; whether one is on its way."""

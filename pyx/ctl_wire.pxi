@@ -22,6 +22,7 @@ cdef void lose(dom_t* d, uint32_t i) noexcept nogil:
     c = comp(d, C_PEER_LOST)
     c.ctx = i
     c.src = p.src
+    ctl_signal(d.hello_fd)          # the fabric's thread may have something to clear away
 
 cdef void nic_failed(dom_t* d) noexcept nogil:
     """The completion queue itself fails: nothing of this domain can be told any more."""

@@ -455,7 +455,9 @@ cdef class Group:
             return self.error(t.src) if ld_acq32(&(<Transfer>t.src).r.state) > DONE else errors.from_status(r.status, self.describe(t), r.vendor)
         if r.status == FE_TOO_LONG:
             return errors.MessageTooLong(f"{self.describe(t)}: {r.send.len} bytes, and the peer's receive buffers have {r.dst}")
-        return errors.from_status(r.status, self.describe(t), r.vendor)
+        what = self.describe(t)
+        why = self.domains[0].explain(r.vendor) if r.vendor and self.domains else ""
+        return errors.from_status(r.status, f"{what}: {why}" if why else what, r.vendor)
 
     cdef str describe(self, Transfer t):
         cdef req_t* r = t.r

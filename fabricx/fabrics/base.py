@@ -168,6 +168,10 @@ class Domain(ABC):
         how many posts of each outstanding ctx (uint64 array) the target has counted (int64 array; -1:
         nobody can tell)."""
 
+    def explain(self, vendor: int) -> str:
+        """What the raw code of a failed post means and what an operator should look at; "" if that is not known."""
+        return ""
+
     @abstractmethod
     def peers(self) -> list[dict[str, Any]]:
         """State of every peer for hang dumps and tests: index, addr, src, alive."""

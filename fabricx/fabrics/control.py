@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import selectors
+import socket
 import struct
 import threading
 import time
@@ -64,6 +65,15 @@ class ControlDomain(Domain):
     def link_host(self) -> str:
         """The IP address of this host that peers of this NIC can connect to."""
         return route_host()
+
+    leaving: Sequence[Any] = ()  #: what `tidy` has to come back to
+
+    def tidy(self) -> None:
+        """Clears away what lost peers leave behind; on the fabric's thread, after a loss, and as long as `leaving` is not empty."""
+
+    def joined(self, index: int, addr: bytes, incarnation: int) -> bool:
+        """A hello has come from a peer, and is about to be answered: whether it can be. The progress lock is held."""
+        return True
 
     @abstractmethod
     def strerror(self, rc: int) -> str:
@@ -268,7 +278,7 @@ class ControlDomain(Domain):
             try:
                 with self.spec.lock():
                     index = self.state.peer(addr, session, src)
-                    if index is not None:
+                    if index is not None and self.joined(index, addr, session):
                         self.names[index] = str(who)
                         if version != 1:
                             self.state.refuse(index, theirs, 2)
@@ -339,16 +349,19 @@ class ControlFabric(Fabric):
         selector = self.links.selector
         selector.register(self.hello_fd, selectors.EVENT_READ, None)
         while not self.stop:
-            for key, _ in selector.select(_DRAIN if self.dying else 5.0 if self.links.pending else None):
+            soon = self.dying or any(d.leaving for d in list(self.domains))
+            for key, _ in selector.select(_DRAIN if soon else 5.0 if self.links.pending else None):
                 try:
                     if key.data is None:
                         self._hellos()
-                    elif key.fileobj in self.links.known or key.fileobj in self.links.pending or key.data == self.links.accept:
+                    elif not isinstance(key.fileobj, socket.socket) or key.fileobj.fileno() >= 0:  # closed a moment ago
                         key.data(key.fileobj)
                 except Exception:
                     log.exception("the %s fabric's thread", self.name)
             self.links.tidy()
             self._bury()
+            for d in list(self.domains) if soon else ():
+                d.tidy()
 
     def _hellos(self) -> None:
         try:
@@ -360,6 +373,7 @@ class ControlFabric(Fabric):
         for d in domains:
             try:
                 d.answer_hellos()
+                d.tidy()
             except Exception:
                 log.exception("%s: answering a hello", d.info.name)
         self.links.connect_wanted()
