@@ -60,12 +60,12 @@ class _Word:
 
 @functools.cache
 def _numba_kernel():
-    from numba import cuda
+    from numba import cuda, uint64
 
     @cuda.jit("void(uint64[::1])")
     def add(word):
         cuda.threadfence_system()
-        cuda.atomic.add(word, 0, 1)
+        cuda.atomic.add(word, 0, uint64(1))
 
     return add
 
