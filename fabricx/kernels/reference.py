@@ -43,7 +43,8 @@ def cast_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     v = x.new_zeros((tokens, groups * FP8_GROUP), dtype=torch.float32)
     v[:, :hidden] = x
     v = v.reshape(tokens, groups, FP8_GROUP)
-    scales = v.abs().amax(-1).clamp(min=1e-10) / 448.0
+    top = v.abs().amax(-1).clamp(min=1e-10)
+    scales = top / torch.full_like(top, 448.0)  # by a number, torch on a GPU would multiply with the reciprocal
     q = (v / scales[..., None]).to(torch.float8_e4m3fn)
     return q.reshape(tokens, groups * FP8_GROUP)[:, :hidden].contiguous(), scales
 

@@ -59,8 +59,21 @@ class _Word:
 
 
 @functools.cache
+def _numba_cuda():
+    import numpy as np
+
+    if not hasattr(np, "row_stack"):  # NumPy dropped it; numba-cuda versions that predate this name it when imported
+        np.row_stack = np.vstack
+    from numba import cuda
+
+    return cuda
+
+
+@functools.cache
 def _numba_kernel():
-    from numba import cuda, uint64
+    from numba import uint64
+
+    cuda = _numba_cuda()
 
     @cuda.jit("void(uint64[::1])")
     def add(word):
@@ -84,9 +97,8 @@ def scalar_inc_numba_(word: torch.Tensor, stream: torch.cuda.Stream | None = Non
     -------
     word
     """
-    from numba import cuda
-
     _check_word(word)
+    cuda = _numba_cuda()
     stream = stream or torch.cuda.current_stream()
     _numba_kernel()[1, 1, cuda.external_stream(stream.cuda_stream)](cuda.as_cuda_array(_Word(word), sync=False))
     return word

@@ -28,7 +28,7 @@ TOKENS = [0, 1, 5, 128, 700]
 def layout_for(name, tokens, private=4):
     case = dict(SHAPES[name])
     if case.get("near_ranks"):
-        case |= dict(near_rows=max(tokens, 1) * case["topk"], rank=case["near_first"])
+        case |= dict(near_rows=max(tokens, 1) * case["topk"], rank=case.get("near_first", 0))
     return fk.Layout(**case, private=private)
 
 
