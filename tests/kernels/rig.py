@@ -114,7 +114,8 @@ def check_dispatch_receive(impl, layout, counts, gen, device="cpu", capacity=Non
     reference.dispatch_receive(layout, recv, counts.cpu(), **want, **args)
     args = {k: v.to(device) for k, v in args.items()}
     impl.dispatch_receive(layout, recv.to(device), counts.to(device), **got, **args, **more)
-    for name in want:
+    fits = padded <= capacity
+    for name in want if fits else ("expert_tokens", "totals"):
         if want[name] is not None:
             assert torch.equal(raw(got[name].cpu()), raw(want[name])), name
     return got
