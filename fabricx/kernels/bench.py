@@ -233,7 +233,7 @@ def _copy(src, dst, n, BLOCK: tl.constexpr):
 def copies(nbytes: int) -> dict[str, Callable[[], object]]:
     """Ways to copy so that `nbytes` are read and written together.
 
-    Copies are of whole 4 KiB (rounded up): of other sizes the driver's take up to 1.4 times as long, and would flatter
+    Copies are of whole 4 KiB (rounded up): of other sizes the driver's take up to 1.5 times as long, and would flatter
     what is compared with them.
     """
     driver = ctypes.CDLL("libcuda.so.1")
