@@ -22,8 +22,13 @@ $(VENV)/.built: $(VENV)/.ready setup.py $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi
 demo: setup
 	@$(PY) -m fabricx demo $(ARGS)
 
+# the kernels' tests in a process of their own: Triton decides on import whether it interprets
 test: setup
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest --ignore tests/gpu --ignore tests/kernels $(ARGS)
+ifeq ($(strip $(ARGS)),)
+	@$(PY) -m pytest tests/kernels
+	@echo "not run here: tests/gpu, which need a GPU (make gpu-test)"
+endif
 
 bench: setup
 	@$(PY) -m fabricx bench p2p $(ARGS)
