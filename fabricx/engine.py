@@ -46,7 +46,7 @@ SCRATCH = 64
 _RESOLVERS = 128
 #: imported regions from which on those whose owner took them back are looked for
 _SWEEP = 256
-_EV_PEER_LOST, _EV_NIC_DOWN, _EV_EARLY = 1, 2, 3
+_EV_PEER_LOST, _EV_NIC_DOWN, _EV_EARLY, _EV_DROPPED = 1, 2, 3, 4
 _FE_PEER_LOST = 1
 _NO_ID = 0xFFFFFFFF
 _ALLOC_BIT, _INDEX_BITS, _GENERATIONS = 1 << 19, 14, 32
@@ -104,10 +104,12 @@ class _Sources:
         self.lock = threading.Lock()
         self.numbers: dict[bytes, int] = {}
         self.addrs: list[NetAddr | None] = []
+        self.met: dict[bytes, int] = {}  # when there was a handshake last, in ns
         self.lost: set[int] = set()  # told already; each NIC reports it
 
     def number(self, netaddr: bytes) -> int:
         with self.lock:
+            self.met[netaddr] = time.monotonic_ns()
             n = self.numbers.get(netaddr)
             if n is None:
                 n = self.numbers[netaddr] = len(self.addrs)
@@ -117,6 +119,11 @@ class _Sources:
                     self.addrs.append(None)
             self.lost.discard(n)
             return n
+
+    def met_since(self, number: int, when: int) -> bool:
+        """Whether the group has shaken hands again after a moment, in ns of the monotonic clock."""
+        addr = self.addr(number)
+        return addr is not None and self.met.get(addr.to_bytes(), 0) > when
 
     def addr(self, number: int) -> NetAddr | None:
         return self.addrs[number] if number < len(self.addrs) else None
@@ -231,14 +238,15 @@ class RecvPool:
 
         A message that is being received, or waits for its callback, is still handed to it; the memory is given back with
         the last of them. Senders with a message that is longer than all other buffers here get MessageTooLong; if there
-        are no others, they are held back until there are or their time is up.
+        are no others, they are held back until there are or their time is up. On the local fabric a message may be on its way
+        already, its sender done: if it is too long for what is left, it is dropped, and `engine.on_error` told.
         """
         engine = self._engine()
         with self._lock:
             if self.freed:
                 return
             self.freed = True
-        if engine is None or engine.closed:
+        if engine is None or engine.closed or self._handle.group.forked():
             return
         group, n = self._handle.group, 0
         with engine._recv_lock:
@@ -357,6 +365,8 @@ class TransferEngine(_worker.EngineBase):
         self._fabric: Fabric | None = None
         self._watch: Any = None
         self._cb_thread: threading.Thread | None = None
+        if config is not None and not isinstance(config, Config):
+            raise TypeError(f"config must be a fabricx.Config, not {type(config).__name__}")
         self.config = config or Config.from_env()
         if progress not in ("thread", "caller"):
             raise errors.OutOfRange(f'progress is {progress!r}; it must be "thread" or "caller"')
@@ -366,6 +376,8 @@ class TransferEngine(_worker.EngineBase):
         nics = (nics,) if isinstance(nics, str) else nics
         if not devices:
             raise errors.OutOfRange("devices is empty")
+        if isinstance(nics, int) and nics < 1 or not isinstance(nics, int) and not nics:
+            raise errors.OutOfRange(f"nics is {nics!r}; a device has at least one")
         if len(set(devices)) != len(devices):
             raise errors.OutOfRange(f"devices {list(devices)} name one twice")
         cores = len(os.sched_getaffinity(0))
@@ -377,6 +389,13 @@ class TransferEngine(_worker.EngineBase):
             log.info("fabric %s: %s", fabric, why)
         if chaos is not None and fabric != "local":
             raise errors.OutOfRange(f"chaos is for the local fabric, not for {fabric!r}")
+        if chaos is not None and not hasattr(chaos, "fail_nic"):
+            raise TypeError(f"chaos must be a fabricx.Chaos, not {type(chaos).__name__}")
+        if chaos is not None and chaos.fail_nic is not None:
+            failing = chaos.fail_nic if isinstance(chaos.fail_nic, int) else chaos.fail_nic[0]
+            there = nics if isinstance(nics, int) else len(nics)
+            if not 0 <= failing < there:
+                raise errors.OutOfRange(f"chaos: NIC {failing} is to fail; there are {there}")
         self.fabric, self.fabric_reason, self.name = fabric, why, name or f"pid {os.getpid()}"
         self.on_error: Callable[[BaseException], Any] | None = None
         self.on_peer_lost: Callable[[NetAddr], Any] | None = None
@@ -384,6 +403,7 @@ class TransferEngine(_worker.EngineBase):
         self._sources = _Sources()
         self._peers: dict[tuple[int, NetAddr], _Peer] = {}
         self._peer_by_id: list[_Peer] = []
+        self._refs: dict[tuple[int, NetAddr], _worker.PeerRef] = {}  # the last one to each peer
         self._remotes: dict[tuple[int, NetAddr, tuple[int, ...]], _worker.RemoteMr] = {}
         self._sweep_at = _SWEEP
         self._graves: list[_worker.RemoteMr] = []
@@ -392,7 +412,8 @@ class TransferEngine(_worker.EngineBase):
         self._pool_numbers = itertools.count()
         self._recv_lock = threading.Lock()  # posting and taking back receives
         self._watchers: dict[int, UvmWatcher] = {}
-        self._expecting: dict[NetAddr, weakref.WeakSet[_worker.Transfer]] = {}
+        self._expecting: dict[NetAddr, list[_worker.Transfer]] = {}
+        self._expecting_purge: dict[NetAddr, int] = {}  # number of them from which on those that have ended are let go
         self._imm_free: deque[int] = deque(range(1 << _INDEX_BITS))
         self._imm_gen = bytearray(1 << _INDEX_BITS)
         self._imm_live: set[int] = set()
@@ -495,15 +516,22 @@ class TransferEngine(_worker.EngineBase):
         complete; what is left then fails with EngineClosed. When this returns, nothing can land in this process's
         memory through the engine any more.
         """
-        with self._closing:
+        grace = CLOSE_GRACE if timeout is None else float(timeout)
+        # a callback must not wait for a thread that waits for callbacks to end
+        mine = threading.current_thread() is not self._cb_thread
+        if not self._closing.acquire(blocking=mine):
+            return
+        try:
             if self._over:
                 return
-            self._over = True
             self._shut_base()
             if self._groups_open and self._groups_open[0].forked():
+                self._over = True
                 self._abandon()
                 return
-            self._tear_down(CLOSE_GRACE if timeout is None else timeout)
+            self._tear_down(grace)
+        finally:
+            self._closing.release()
 
     def _tear_down(self, grace: float) -> None:
         self._shut_base()
@@ -511,8 +539,12 @@ class TransferEngine(_worker.EngineBase):
         for g in groups:
             g.shut()
         end = time.monotonic() + grace
-        while any(g.busy for g in groups) and time.monotonic() < end:
-            time.sleep(0.0005)
+        interrupted: BaseException | None = None
+        try:
+            while any(g.busy for g in groups) and time.monotonic() < end:
+                time.sleep(0.0005)
+        except BaseException as e:  # Ctrl-C ends the patience, not the closing
+            interrupted = e
         if self._watch is not None:
             self._watch.stop()
         for g in groups:
@@ -533,6 +565,9 @@ class TransferEngine(_worker.EngineBase):
                 self._cb_thread.join(10.0)
         self._pools.clear()
         self._handles.clear()
+        self._over = True
+        if interrupted is not None:
+            raise interrupted
 
     def _abandon(self) -> None:
         """In a forked child: the threads are not here; descriptors are closed by the fabrics' own fork handlers."""
@@ -610,6 +645,9 @@ class TransferEngine(_worker.EngineBase):
         RegistrationError, NotContiguous, OutOfRange, EngineClosed
         """
         self._alive()
+        for what, value, kind in (("device", device, str), ("name", name, str), ("length", length, int)):
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{what} must be {kind.__name__}, not {type(value).__name__}")
         mem = as_memory(memory, length, device, mapped=self.fabric != "null")  # which touches nothing
         return self._register(mem, self._group(device or mem.device), name or "")
 
@@ -654,7 +692,7 @@ class TransferEngine(_worker.EngineBase):
             if not wait and handle.inflight:
                 raise errors.InUse(f"{handle!r} is used by {handle.inflight} transfers")
         handle.bury()
-        pause = 1e-5
+        pause = 1e-5  # seconds
         try:
             while handle.inflight:
                 if time.monotonic() > end:
@@ -682,6 +720,10 @@ class TransferEngine(_worker.EngineBase):
                 if addr.fabric != self.fabric:
                     raise errors.UnknownPeer(f"{addr} is on fabric {addr.fabric!r}, this engine on {self.fabric!r}")
                 peer = self._peers[key] = _Peer(_worker.PeerRef(group, addr, len(self._peer_by_id)))
+                earlier = self._refs.get(key)
+                if earlier is not None:
+                    peer.ref.inherit(earlier)
+                self._refs[key] = peer.ref
                 self._peer_by_id.append(peer)
         if peer.paths:
             return peer
@@ -730,6 +772,10 @@ class TransferEngine(_worker.EngineBase):
         key = (group.index, desc.owner, desc.rkeys)
         with self._lock:
             remote = self._remotes.get(key)
+            known = self._peers.get((group.index, desc.owner))
+            if remote is not None and (known is None or remote.peer is not known.ref):
+                self._graves.append(self._remotes.pop(key))  # of a connection that was removed meanwhile
+                remote = None
         if remote is None:
             peer = self._peer_paths(desc.owner, group)
             deadline = time.monotonic() + self.config.connect_timeout
@@ -740,6 +786,9 @@ class TransferEngine(_worker.EngineBase):
                 if remote is None:
                     remote = self._import(desc, group, peer, deadline)
                     with self._lock:
+                        known = self._peers.get((group.index, desc.owner))
+                        if known is not peer:
+                            raise errors.PeerLostError(f"{desc.owner} was removed meanwhile")
                         self._remotes[key] = remote
                         if len(self._remotes) >= self._sweep_at:
                             self._sweep()
@@ -984,7 +1033,11 @@ class TransferEngine(_worker.EngineBase):
                     peer = self._peers.get((group.index, addr))
                     if peer is not None and peer.ref.lost:
                         raise errors.PeerLostError(f"{addr} is lost already")
-                self._expecting.setdefault(addr, weakref.WeakSet()).add(transfer)
+                waiting = self._expecting.setdefault(addr, [])
+                if len(waiting) >= self._expecting_purge.get(addr, 64):
+                    waiting[:] = [t for t in waiting if not t.done()]
+                    self._expecting_purge[addr] = max(64, 2 * len(waiting))
+                waiting.append(transfer)
 
     # ------------------------------------------------------------------ failures, all on the callback thread
 
@@ -999,17 +1052,24 @@ class TransferEngine(_worker.EngineBase):
             except BaseException:  # the callback thread goes on, whatever it was
                 log.exception("on_error raised")
 
-    def _event(self, kind: int, nic: int, peer: int, source: int, group: int) -> None:
+    def _event(self, kind: int, nic: int, peer: int, source: int, group: int, when: int) -> None:
         if kind == _EV_PEER_LOST:
-            self._lost(self._groups_open[group], peer, source)
+            self._lost(self._groups_open[group], peer, source, when)
         elif kind == _EV_NIC_DOWN:
             name = f"fabricx fail-over ({self.name})"
             threading.Thread(target=self._fail_over, args=(self._groups_open[group], nic), name=name, daemon=True).start()
+        elif kind == _EV_DROPPED:
+            addr = self._sources.addr(source) or "an unknown peer"
+            self._report(
+                errors.MessageTooLong(
+                    f"a message of {peer} bytes from {addr} was dropped: it was on its way to a pool that was freed, and no other has buffers so long"
+                )
+            )
         elif kind == _EV_EARLY:
             addr = self._sources.addr(source) or "an unknown peer"
             self._report(errors.TooManyEarly(f"{addr} sent immediates that nobody expects, more than {self.config.max_early}"))
 
-    def _lost(self, group: _worker.Group, peer_id: int, source: int) -> None:
+    def _lost(self, group: _worker.Group, peer_id: int, source: int, when: int) -> None:
         addr: NetAddr | None = None
         if peer_id < len(self._peer_by_id):
             ref = self._peer_by_id[peer_id].ref
@@ -1019,7 +1079,9 @@ class TransferEngine(_worker.EngineBase):
                 source = self._sources.numbers.get(addr.to_bytes(), _NO_ID)
         if self._sources.addr(source) is not None:
             addr = addr or self._sources.addr(source)
-            group.forget_source(source)
+            group.forget_source(source, lambda: self._sources.met_since(source, when))
+            if self._sources.met_since(source, when):
+                return  # it has connected again since
             if source in self._sources.lost:
                 return
             self._sources.lost.add(source)
@@ -1027,7 +1089,7 @@ class TransferEngine(_worker.EngineBase):
             return
         with self._lock:
             known = self._peers.get((group.index, addr))
-            if known is not None:
+            if known is not None and known.ref.born < when:
                 known.ref.mark_lost()
             waiting = list(self._expecting.pop(addr, ()))
         log.info("%s: peer lost: %s", self.name, addr)

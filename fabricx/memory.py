@@ -7,6 +7,7 @@ import ctypes
 import fcntl
 import math
 import mmap
+import operator
 import os
 import sys
 import threading
@@ -49,6 +50,8 @@ class HostBuffer(mmap.mmap):
     nbytes: int
 
     def __new__(cls, nbytes: int) -> HostBuffer:
+        if hasattr(nbytes, "__index__"):
+            nbytes = operator.index(nbytes)
         if not isinstance(nbytes, int) or not 0 < nbytes < _LONGEST:
             raise OutOfRange(f"nbytes is {nbytes!r}; a buffer has 1 .. 2**62 - 1 bytes")
         fd = -1
@@ -252,7 +255,9 @@ def _array(a: np.ndarray, owner: Any) -> Memory:
         raise NotContiguous(f"an array of shape {a.shape} and strides {a.strides} is not contiguous; use np.ascontiguousarray(x)")
     if a.dtype.hasobject:
         raise TypeError("an array of Python objects cannot be registered")
-    return _host(a.ctypes.data, a.nbytes, (owner, a))
+    mem = _host(a.ctypes.data, a.nbytes, (owner, a))
+    mem.readonly = not a.flags.writeable
+    return mem
 
 
 def _tensor(t: Any) -> Memory:

@@ -68,6 +68,10 @@ cdef class CtlState:
         cdef region_t* g = &self.d.region[slot]
         g.rkey, g.base, g.len, g.key, g.addr, g.used, g.leaving, g.first = rkey, base, length, key, addr, 1, 0, 0
 
+    def hide_region(self, uint32_t slot):
+        """A source only: no peer may import it."""
+        self.d.region[slot].used = 0
+
     cdef void no_region(self, uint32_t slot):
         drop_importers(self.d, slot)
         self.d.region[slot].used = 0

@@ -125,6 +125,8 @@ cdef inline int poll_nic(group_t* g, uint32_t i) noexcept nogil:
             cbq_push(g.cbq, &r.cb_node)
         elif c[k].kind == C_PEER_LOST:
             peer_lost(g, i, c[k].ctx, c[k].src)
+        elif c[k].kind == C_DROPPED:
+            event(g, EV_DROPPED, i, <uint32_t>min(c[k].len, <uint64_t>NO_SRC), c[k].src)
         elif c[k].kind == C_NIC_DOWN:
             nic_down(g, i)
     return n
@@ -283,13 +285,30 @@ cdef inline void worker_turns(group_t* g) noexcept nogil:
             g.sleep_until = 0
             idle = 0
 
+cdef inline bint posted(group_t* g) noexcept nogil:
+    """Whether posts without completion are out."""
+    cdef uint32_t i
+    for i in range(g.nnics):
+        if g.nic[i].nfree != g.nic[i].nwr:
+            return True
+    return False
+
+cdef inline void drop_queue(group_t* g) noexcept nogil:
+    cdef req_t* r
+    while True:
+        r = <req_t*>mpsc_pop(&g.q)
+        if r == NULL:
+            return
+        start(g, r)
+
 cdef inline void submit(group_t* g, req_t* r) noexcept nogil:
     """Hands a request over. Caller style: post here and now if nobody else drives. Else: queue, bell."""
     cdef uint32_t op = r.op
     r.extra |= X_SENT
     if g.caller and trylock(g):
         start(g, r)
-        if g.backlog != NULL or g.rearm or op == OP_RECV:   # a receive may let a message in that waits
+        # a receive may let a message in that waits; what only polling completes needs somebody who polls
+        if g.backlog != NULL or g.rearm or op == OP_RECV or (g.nfds == 0 and posted(g)):
             g.rearm = 0
             unlock(g)
             wake_worker(g)
@@ -301,7 +320,7 @@ cdef inline void submit(group_t* g, req_t* r) noexcept nogil:
         full_fence()
         if trylock(g):
             progress(g)
-            if g.backlog != NULL or g.rearm:
+            if g.backlog != NULL or g.rearm or (g.nfds == 0 and posted(g)):
                 g.rearm = 0
                 unlock(g)
                 wake_worker(g)
@@ -309,6 +328,11 @@ cdef inline void submit(group_t* g, req_t* r) noexcept nogil:
                 unlock(g)
             return
     kick(g)
+    full_fence()
+    if ld_acq32(&g.over):               # the engine was closed meanwhile, and nobody looks at the queue any more
+        lock_now(g)
+        drop_queue(g)
+        release(g)
 
 cdef inline int drive(group_t* g, req_t* r, int64_t ns, uint64_t* end) noexcept nogil:
     """With the lock: turn until r has ended (1), or for about `ns` (0). `end` is 0 until the clock has been read: a short

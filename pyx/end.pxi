@@ -77,12 +77,12 @@ cdef inline void retire(group_t* g, req_t* r) noexcept nogil:
     if r.quiet:
         return
     if r.rmr != NULL:
-        fadd32(&r.rmr.inflight, <uint32_t>-1)
         if r.tag >= 0:
             if r.state == DONE:
                 tag_give(r.rmr.peer, r.tag)
             else:
                 r.rmr.peer.burnt += 1
+        fadd32(&r.rmr.inflight, <uint32_t>-1)       # it may be freed from here on
     elif r.target != NULL and r.op == OP_SCATTER:
         for i in range(r.n):
             fadd32(&r.target[i].rmr.inflight, <uint32_t>-1)
@@ -106,7 +106,7 @@ cdef inline bint half_sent(req_t* r) noexcept nogil:
 
 cdef inline void quiet(group_t* g, req_t* f) noexcept nogil:
     """A follower's leader is quiet: that is all, or peers have to say that it has landed."""
-    if f.n:
+    if f.n and not g.closed:
         f.op = OP_FENCE
         backlog_add(g, f)
         arm_timer(g, f)
@@ -197,6 +197,7 @@ cdef inline void event(group_t* g, uint32_t kind, uint32_t nic, uint32_t peer, u
     e.peer = peer
     e.src = src
     e.group = g.index
+    e.when = now_ns()
     e.node.kind = CB_EVENT
     e.node.self = e
     cbq_push(g.cbq, &e.node)

@@ -26,6 +26,7 @@ cdef enum:
     C_ERROR = 4            # `count` posts of `ctx` failed with `status` (FE_); `vendor` is the raw code
     C_PEER_LOST = 5        # the peer with index `ctx` is gone (`src`: its source number, or NO_SRC)
     C_NIC_DOWN = 6         # this domain is gone: outstanding posts get no completion, ask recover()
+    C_DROPPED = 7          # a message of `len` bytes from `src` had no receive left that could take it
 
     # -- error codes, as positive numbers; see fabricx/errors.py for what they become
     FE_PEER_LOST = 1       # the peer died, was removed or cut the connection

@@ -18,6 +18,7 @@ cdef enum:
     PARK_TIMED = 2          # ... it looks again by itself within PARK_NS
     PARK_NS = 1000000
     LINGER_NS = 1000000000  # a worker without timers sleeps this long first, then without end
+    TAGS_LEFT = 64          # with no more tags than this that may ever be free again, split writes do not wait for one
     FENCE_NS = 200000000    # while a peer is being asked, a worker sleeps no longer than this
     NAP_NS = 20000000       # a sleeping caller comes up this often to look at signals
     TAKE = 64               # requests taken a turn
@@ -30,6 +31,7 @@ cdef enum:
     EV_PEER_LOST = 1        # kinds of event_t
     EV_NIC_DOWN = 2
     EV_EARLY = 3
+    EV_DROPPED = 4          # `peer`: bytes of the message
 
 cdef struct wr_t:           # an outstanding post, or a run of pages
     req_t* r
@@ -66,6 +68,7 @@ cdef extern from "atom.h" nogil:
 cdef struct event_t:
     cnode_t node
     uint32_t kind, nic, peer, src, group
+    uint64_t when           # now_ns()
 
 cdef extern from *:
     """
@@ -114,6 +117,7 @@ cdef struct group_t:
     wheel_t wheel
     uint64_t zombies        # ended, not quiet
     uint64_t fences         # posted, not answered
+    uint32_t over           # nobody drives it any more: who submits ends that itself
     uint64_t sleep_until    # of the sleeping worker; 0: awake
     cbq_t* cbq
     pool_t* pool

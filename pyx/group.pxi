@@ -57,6 +57,7 @@ cdef class Group:
     cdef object cbq_, peers, nic_peers
     cdef list orphans                       # dropped transfers whose index arrays may still be read
     cdef uint32_t forks
+    cdef uint64_t sweep_at
 
     def __cinit__(self, engine, uint32_t index, device, CallbackQueue cbq, *, bint caller, bint busy, uint32_t spin, uint32_t yields, int core,
                   uint64_t split_min, uint32_t max_early):
@@ -215,6 +216,7 @@ cdef class Group:
                 for k in range(d.nwr):
                     if d.wr != NULL and d.wr[k].used:
                         complete(g, i, <uint64_t>k | <uint64_t>d.wr[k].gen << 32, d.wr[k].left, FE_CLOSED, 0)
+            xchg32(&g.over, 1)
             progress_queue(g)
             release(g)
         self.orphans.clear()
@@ -268,9 +270,11 @@ cdef class Group:
             if src != NO_SRC:
                 forget_shards(self.g, src)
 
-    def forget_source(self, uint32_t src):
+    def forget_source(self, uint32_t src, since):
+        """Half-arrived split writes of a source that is gone, unless `since()` says that it has come back meanwhile."""
         with self.lock():
-            forget_shards(self.g, src)
+            if not since():
+                forget_shards(self.g, src)
 
     def nic_up(self, uint32_t nic):
         return self.g.nic[nic].up != 0
@@ -443,7 +447,10 @@ cdef class Group:
     cdef int adopt(self, Transfer t) except -1:
         """Keeps index arrays of a dropped transfer until nothing reads them."""
         self.orphans.append(t)
-        return self.sweep()
+        if <uint64_t>len(self.orphans) >= self.sweep_at:
+            self.sweep()
+            self.sweep_at = max(64, 2 * len(self.orphans))
+        return 0
 
     cdef int sweep(self) except -1:
         self.orphans = [x for x in self.orphans if not ld_acq32(&(<Transfer>x).r.quiet)]

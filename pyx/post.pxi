@@ -146,7 +146,10 @@ cdef inline int post_write(group_t* g, req_t* r) noexcept nogil:
         cut(g, r)
     if r.shards > 1 and r.flags & F_IMM and r.tag < 0:
         r.tag = tag_take(r.rmr.peer)
-        if r.tag < 0:
+        if r.tag < 0 and r.rmr.peer.burnt >= IMM_TAGS - TAGS_LEFT and r.n <= g.nic[r.rmr.path[0].nic].max_msg:
+            # too many are lost with writes that failed: it goes whole, over one NIC
+            r.shards, r.shard_len = 1, r.n
+        elif r.tag < 0:
             return 0
     while r.shard < r.shards:
         if not post_shard(g, r, r.shard, &r.part, 0):

@@ -57,6 +57,7 @@ cdef struct path_t:         # one way to a remote region: a local NIC, and that 
 
 cdef struct rmr_t:          # an imported remote region
     peer_t* peer
+    rmr_t* grave            # its Python object is gone, and requests still point here
     uint64_t size
     uint32_t npaths
     path_t path[MAX_PATHS]
@@ -253,7 +254,9 @@ cdef inline void tag_give(peer_t* p, int tag) noexcept nogil:
 cdef extern from *:
     """
     static inline int ctz64(uint64_t v) { return __builtin_ctzll(v); }
+    static inline int popcount(uint64_t v) { return __builtin_popcountll(v); }
     """
+    int popcount(uint64_t) noexcept nogil
     int ctz64(uint64_t) noexcept nogil
 
 # -- timer wheel: 512 buckets of 2^23 ns (8.4 ms); a revolution is 4.3 s

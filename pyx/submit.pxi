@@ -282,7 +282,7 @@ cdef class EngineBase:
     @cython.final
     cdef Transfer submit_pages(self, PreparedPages p, imm, on_done, timeout, nic, bint landed):
         cdef Transfer t = p.src.group.transfer(OP_PAGES)
-        if p.src.group.orphans:
+        if p.src.group.orphans and <uint64_t>len(p.src.group.orphans) < 64:
             p.src.group.sweep()
         cdef req_t* r = t.r
         cdef group_t* g = p.src.group.g

@@ -12,6 +12,7 @@ cdef class LoopQueue:
 
     def __init__(self, loop):
         import weakref
+        self.loop = weakref.ref(loop)
         me = weakref.ref(self)
 
         def ready():
@@ -23,6 +24,19 @@ cdef class LoopQueue:
     def __dealloc__(self):
         if self.q.efd >= 0:
             c_close(self.q.efd)
+
+    cdef void abandon(self):
+        """Nobody awaits any more what has ended."""
+        cdef req_t* r = <req_t*>xchgp(&self.q.head, NULL)
+        cdef req_t* nxt
+        cdef Transfer t
+        while r != NULL:
+            nxt = r.lq_next
+            t = <Transfer>r.lq_obj
+            r.lq_obj = NULL
+            t.fut = None
+            Py_DECREF(t)
+            r = nxt
 
     cdef void drain(self):
         cdef uint64_t v
@@ -56,8 +70,26 @@ cdef LoopQueue loop_queue(loop):
         _loops = weakref.WeakKeyDictionary()
     q = _loops.get(loop)
     if q is None:
+        sweep_loops()
         q = _loops[loop] = LoopQueue(loop)
+        _queues.add(q)
     return q
+
+
+_queues = None                          # alive ones: one whose loop is gone lives as long as a transfer awaited there
+
+
+cdef int sweep_loops() except -1:
+    """Lets go of transfers that have ended after the loop was closed in which they were awaited."""
+    global _queues
+    if _queues is None:
+        import weakref
+        _queues = weakref.WeakSet()
+    for x in list(_queues):
+        loop = (<LoopQueue>x).loop()
+        if loop is None or loop.is_closed():
+            (<LoopQueue>x).abandon()
+    return 0
 
 
 @cython.final

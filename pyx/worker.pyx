@@ -208,7 +208,7 @@ cdef class CallbackQueue:
                     engine._received(r.native_arg, r.dst, r.n, r.imm)
                 elif n.kind == CB_EVENT:
                     e = <event_t*>n.self
-                    args = (e.kind, e.nic, e.peer, e.src, e.group)
+                    args = (e.kind, e.nic, e.peer, e.src, e.group, e.when)
                     free(e)
                     engine._event(*args)
                 elif n.kind == CB_WATCH:
@@ -228,6 +228,7 @@ cdef class PeerRef:
     cdef readonly Group group
     cdef readonly object addr       # NetAddr
     cdef readonly uint32_t id
+    cdef readonly uint64_t born     # now_ns(): events from before are of an earlier connection
 
     def __cinit__(self, Group group, addr, uint32_t id):
         cdef int i
@@ -236,6 +237,7 @@ cdef class PeerRef:
             raise MemoryError
         self.group, self.addr, self.id = group, addr, id
         self.p.id = id
+        self.born = now_ns()
         for i in range(MAX_NICS):
             self.p.at_nic[i] = NO_SRC
 
@@ -252,6 +254,14 @@ cdef class PeerRef:
 
     def mark_lost(self):
         st_rel32(&self.p.lost, 1)
+
+    def inherit(self, PeerRef old not None):
+        """An earlier connection to the same incarnation: tags that its writes took with them mean something there still."""
+        cdef int i
+        with self.group.lock():
+            for i in range(8):
+                self.p.tags[i] = old.p.tags[i]
+                self.p.burnt += popcount(old.p.tags[i])
 
     def attach(self, uint32_t nic, uint32_t index, bint first):
         """The fabric's `index` of this peer at a local NIC; `first`: it is the peer's first NIC."""
@@ -317,6 +327,24 @@ cdef class MrHandle:
         return f"MrHandle({self.name or hex(self.m.addr)}, {self.m.size} bytes)"
 
 
+cdef rmr_t* graves = NULL       # touched with the GIL held
+
+
+cdef void entomb(rmr_t* m):
+    """Frees imported regions that no request points to any more, this one too if it can be."""
+    global graves
+    cdef rmr_t** at = &graves
+    m.grave = graves
+    graves = m
+    while at[0] != NULL:
+        m = at[0]
+        if ld_acq32(&m.inflight) == 0:
+            at[0] = m.grave
+            free(m)
+        else:
+            at = &m.grave
+
+
 @cython.final
 cdef class RemoteMr:
     """An imported MrDesc: one path for each pair of NICs."""
@@ -343,7 +371,8 @@ cdef class RemoteMr:
         self.m.npaths = i
 
     def __dealloc__(self):
-        free(self.m)
+        if self.m != NULL:
+            entomb(self.m)
 
     @property
     def inflight(self):

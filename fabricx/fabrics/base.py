@@ -105,6 +105,7 @@ class Memory:
     fd, fd_offset : a sealed memfd (or other mappable file) that holds it, else -1.
     device : ``"cpu"`` or ``"cuda:N"``.
     owner : whatever keeps it alive.
+    readonly : memory that must not be written, or cannot be: registered as a source, and no peer may import it.
     dmabuf_fd, dmabuf_offset : a dma-buf of device memory, for NICs that register by it; else -1.
     """
 
@@ -116,6 +117,7 @@ class Memory:
     owner: Any = field(default=None, repr=False)
     dmabuf_fd: int = -1
     dmabuf_offset: int = 0
+    readonly: bool = False
 
 
 class Domain(ABC):

@@ -30,8 +30,8 @@ from .base import CAP_LANDED, CAP_SYNC, Domain, DomainInfo, Fabric, GroupSpec, L
 
 log = logging.getLogger("fabricx")
 
-_HEAD = struct.Struct("<4sH")
-_MAGIC, _VERSION = b"fxLO", 1
+_HEAD = struct.Struct("<4sHI")  # magic, version, number of the question, which its answer repeats
+_MAGIC, _VERSION = b"fxLO", 2
 _PACKET = 65536
 _SEALS = 1 | 2 | 4  # seal, shrink, grow
 _F_ADD_SEALS, _F_GET_SEALS, _SEAL_SHRINK = 1033, 1034, 2
@@ -147,20 +147,20 @@ _WHY: dict[str, type[errors.FabricxError]] = {
 }
 
 
-def _pack(m: _Message) -> bytes:
-    return _HEAD.pack(_MAGIC, _VERSION) + _encode(m)
+def _pack(m: _Message, number: int) -> bytes:
+    return _HEAD.pack(_MAGIC, _VERSION, number) + _encode(m)
 
 
-def _unpack(data: bytes) -> Any:
+def _unpack(data: bytes) -> tuple[Any, int]:
     if len(data) < _HEAD.size:
         raise errors.ProtocolError(f"a packet of {len(data)} bytes")
-    magic, version = _HEAD.unpack_from(data)
+    magic, version, number = _HEAD.unpack_from(data)
     if magic != _MAGIC:
         raise errors.ProtocolError(f"a packet that starts with {magic!r}")
     if version != _VERSION:
         raise errors.ProtocolError(f"the peer speaks version {version} of the local fabric; this fabricx speaks {_VERSION}")
     try:
-        return _decode(data[_HEAD.size :])
+        return _decode(data[_HEAD.size :]), number
     except (msgspec.DecodeError, msgspec.ValidationError) as e:
         raise errors.ProtocolError(f"a packet that makes no sense: {e}") from None
 
@@ -178,32 +178,50 @@ class _Conn:
         self.answers: list[tuple[Any, list[int]]] = []
         self.answered = threading.Condition()
         self.asking = threading.Lock()
+        self.asked = 0  # number of the last question
+        self.waiting = 0  # of the one that is waited for; an answer to another comes too late
+        self.serving = 0  # of the one that is being answered
         self.pid = 0
         self.pidfd = -1
         self.who = ""
         self.dead = False
         self.closing = False
 
-    def send(self, m: _Message, fds: Sequence[int] = ()) -> None:
-        socket.send_fds(self.sock, [_pack(m)], list(fds))
+    def send(self, m: _Message, fds: Sequence[int] = (), number: int = 0) -> None:
+        socket.send_fds(self.sock, [_pack(m, number)], list(fds))
+
+    def reply(self, m: _Message, fds: Sequence[int] = (), number: int | None = None) -> None:
+        """Answers the question that is being served."""
+        self.send(m, fds, self.serving if number is None else number)
 
     def ask(self, m: _Message, deadline: float, what: str, failpoint: str = "") -> tuple[Any, list[int]]:
         """One request and its answer, which the fabric's thread reads."""
         with self.asking:
-            try:
-                self.send(m)
-            except OSError as e:
-                raise errors.PeerLostError(f"{what}: {self.who} does not answer: {e.strerror}") from e
-            _die_at(failpoint)
             with self.answered:
-                while not self.answers and not self.dead:
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        raise errors.TransferTimeout(f"{what}: {self.who} did not answer in time")
-                    self.answered.wait(left)
-                if not self.answers:
-                    raise errors.PeerLostError(f"{what}: {self.who} is gone")
-                answer, fds = self.answers.pop(0)
+                self.asked = self.asked % 0xFFFFFFFF + 1
+                self.waiting = self.asked
+            try:
+                try:
+                    self.send(m, (), self.waiting)
+                except OSError as e:
+                    raise errors.PeerLostError(f"{what}: {self.who} does not answer: {e.strerror}") from e
+                _die_at(failpoint)
+                with self.answered:
+                    while not self.answers and not self.dead:
+                        left = deadline - time.monotonic()
+                        if left <= 0:
+                            raise errors.TransferTimeout(f"{what}: {self.who} did not answer in time")
+                        self.answered.wait(left)
+                    if not self.answers:
+                        raise errors.PeerLostError(f"{what}: {self.who} is gone")
+                    answer, fds = self.answers.pop(0)
+            finally:
+                with self.answered:
+                    self.waiting = 0
+                    late, self.answers = self.answers, []
+                for _, left_over in late:
+                    for fd in left_over:
+                        os.close(fd)
         if isinstance(answer, Refused):
             for fd in fds:
                 os.close(fd)
@@ -284,7 +302,8 @@ class LocalDomain(Domain):
                 )
             rkey = (secrets.randbits(47) | 1 << 47) << _SLOT_BITS | slot
             g.regions[rkey] = memory
-        g.inbox.set_region(rkey, memory.addr, memory.length)
+        if not memory.readonly:
+            g.inbox.set_region(rkey, memory.addr, memory.length)
         return LocalKey(0, rkey, memory)
 
     def dereg(self, key: LocalKey, deadline: float) -> None:
@@ -300,7 +319,8 @@ class LocalDomain(Domain):
         with g.spec.lock():
             g.inbox.wipe_region(key.rkey)
         with g.lock:
-            del g.regions[key.rkey]
+            if g.regions.pop(key.rkey, None) is None:
+                return  # another thread was quicker
             g.free_slots.append(key.rkey & (_local.N_REGIONS - 1))
         for c in list(g.conns.values()):
             if c.imports.pop(key.rkey, None) is not None:
@@ -740,11 +760,12 @@ class LocalFabric(Fabric):
             self._died(conn)
             return
         try:
-            m = _unpack(data)
+            m, number = _unpack(data)
             if conn.out:
-                self._answer(conn, m, fds)
-                fds = []
+                if self._answer(conn, m, fds, number):
+                    fds = []
             else:
+                conn.serving = number
                 self._serve(conn, m)
         except errors.ProtocolError as e:
             log.warning("local fabric: %s: %s", conn.who, e)
@@ -759,20 +780,26 @@ class LocalFabric(Fabric):
             for fd in fds:
                 os.close(fd)
 
-    def _answer(self, conn: _Conn, m: Any, fds: list[int]) -> None:
+    def _answer(self, conn: _Conn, m: Any, fds: list[int], number: int) -> bool:
+        """Whether the descriptors were taken."""
         if isinstance(m, Gone):
             assert conn.domain is not None
             with conn.domain.group.spec.lock():
                 for key in conn.imports.pop(m.rkey, ()):
                     conn.domain.state.drop_import(key)
             conn.views.pop(m.rkey, None)
-            return
+            return False
         if isinstance(m, Bye):
             self._died(conn)
-            return
+            return False
         with conn.answered:
+            if number == 0 and isinstance(m, Refused):
+                number = conn.waiting  # of what could not be read
+            if number == 0 or number != conn.waiting:
+                return False  # nobody waits for it any more
             conn.answers.append((m, fds))
             conn.answered.notify_all()
+        return True
 
     def _died(self, conn: _Conn) -> None:
         """The process at the other end is gone, or has closed."""
@@ -800,40 +827,43 @@ class LocalFabric(Fabric):
             raise errors.ProtocolError(f"{type(m).__name__} before hello")
         elif isinstance(m, Import):
             mem = group.regions.get(m.rkey)
+            if mem is not None and mem.readonly:
+                conn.reply(Refused("rkey", "the region is read-only memory: a source, not a target"))
+                return
             if mem is None:
-                conn.send(Refused("rkey", f"no region has the key {m.rkey:#x} (any more)"))
+                conn.reply(Refused("rkey", f"no region has the key {m.rkey:#x} (any more)"))
                 return
             conn.imports[m.rkey] = []
             mapped = mem.fd >= 0 and _sealed(mem.fd)
-            conn.send(Region(mem.addr, mem.length, mem.fd_offset, mapped), [mem.fd] if mapped else [])
+            conn.reply(Region(mem.addr, mem.length, mem.fd_offset, mapped), [mem.fd] if mapped else [])
         elif isinstance(m, Close):
             group.inbox.shut_lane(conn.lane)
-            threading.Thread(target=self._drain, args=(group, conn), name="fabricx local drain", daemon=True).start()
+            threading.Thread(target=self._drain, args=(group, conn, conn.serving), name="fabricx local drain", daemon=True).start()
         elif isinstance(m, Bye):
             self._died(conn)
         else:
             raise errors.ProtocolError(f"{type(m).__name__} is no request")
 
-    def _drain(self, group: _Group, conn: _Conn) -> None:
+    def _drain(self, group: _Group, conn: _Conn, number: int) -> None:
         end = time.monotonic() + group.spec.config.connect_timeout
         try:
             group.domains[0]._door([conn.lane], end, "closing a lane")
             while not group.inbox.drained(conn.lane) and time.monotonic() < end:
                 group.spec.kick()
                 time.sleep(0.0002)
-            conn.send(Closed(group.inbox.drained(conn.lane)))
+            conn.reply(Closed(group.inbox.drained(conn.lane)), (), number)
         except (OSError, errors.TransferTimeout):
             try:
-                conn.send(Closed(False))
+                conn.reply(Closed(False), (), number)
             except OSError:
                 pass
 
     def _welcome(self, group: _Group, conn: _Conn, m: Hello) -> None:
         if m.incarnation != group.spec.incarnation:
-            conn.send(Refused("incarnation", f"incarnation {m.incarnation:016x} is over; this is {group.spec.incarnation:016x}"))
+            conn.reply(Refused("incarnation", f"incarnation {m.incarnation:016x} is over; this is {group.spec.incarnation:016x}"))
             return
         if m.nic >= len(group.domains):
-            conn.send(Refused("nic", f"there is no NIC {m.nic}; there are {len(group.domains)}"))
+            conn.reply(Refused("nic", f"there is no NIC {m.nic}; there are {len(group.domains)}"))
             return
         if conn.lane >= 0:
             raise errors.ProtocolError("a second hello")
@@ -841,7 +871,7 @@ class LocalFabric(Fabric):
         with group.spec.lock():
             lane = group.inbox.open_lane(m.nic, src)
         if lane is None:
-            conn.send(Refused("lanes", f"all {_local.N_LANES} lanes are taken"))
+            conn.reply(Refused("lanes", f"all {_local.N_LANES} lanes are taken"))
             return
         conn.lane = lane[0]
         group.conns[conn.lane] = conn
@@ -852,7 +882,7 @@ class LocalFabric(Fabric):
         except errors.ProtocolError:
             pass
         d = group.domains[m.nic]
-        conn.send(Welcome(lane[0], lane[1], os.getpid(), d.state.probe_addr, d.probe), [group.fd])
+        conn.reply(Welcome(lane[0], lane[1], os.getpid(), d.state.probe_addr, d.probe), [group.fd])
 
 
 def _sealed(fd: int) -> bool:

@@ -225,6 +225,8 @@ class OfiDomain(ControlDomain):
                     dmabuf,
                     memory.dmabuf_offset,
                 )
+                if memory.readonly:
+                    self.state.hide_region(slot)
         except OSError as e:
             self.give_slot(slot)
             raise errors.RegistrationError(e.errno, f"{self.info.name}: {e.strerror}") from None

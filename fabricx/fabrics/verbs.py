@@ -529,12 +529,14 @@ class VerbsDomain(ControlDomain):
             raise
         with self.spec.lock():
             self.state.add_region(slot, rkey, memory.addr, memory.length, mr.rkey)
+            if memory.readonly:
+                self.state.hide_region(slot)
         self.regions[rkey] = (mr, memory)
         return LocalKey(mr.lkey, rkey, memory)
 
     def _register(self, memory: Memory) -> Any:
         e, m = self.e, self.v["mr"]
-        access = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
+        access = 0 if memory.readonly else e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
         what = f"{self.name}: {memory.length} bytes at {memory.addr:#x} on {memory.device}"
         tries: list[tuple[str, Callable[[], Any]]] = []
         if memory.device != "cpu":

@@ -102,6 +102,7 @@ def main() -> None:
 
     targets: dict[str, fx.MrDesc] = {}
     extra: list[tuple[fx.MrHandle, fx.MrDesc]] = []
+    buffers: list[fx.HostBuffer] = []
 
     def do(r: dict[str, Any]) -> Any:
         what = r["do"]
@@ -137,10 +138,14 @@ def main() -> None:
         elif what == "dereg":
             engine.dereg_mr(handle, timeout=r.get("timeout"))
         elif what == "register":
-            extra.append(engine.reg_mr(engine.alloc(r["n"])))
+            buffers.append(engine.alloc(r["n"]))
+            extra.append(engine.reg_mr(buffers[-1]))
             return base64.b64encode(extra[-1][1].to_bytes()).decode()
+        elif what == "sums":  # of what was registered by "register"
+            return [int(b.array.astype(np.uint64).sum()) for b in buffers]
         elif what == "forget":
             engine.dereg_mr(extra.pop()[0])
+            buffers.pop()
         elif what == "close":
             engine.close()
         elif what == "stats":
