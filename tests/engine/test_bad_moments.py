@@ -318,7 +318,7 @@ def test_loops_that_end_with_transfers_awaited_leave_no_descriptors() -> None:
         t = e.expect_imm_count(1, 1, timeout=30)
         try:
             await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(_wait(t))), 0.001)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             pass
         kept.append(t)
 
