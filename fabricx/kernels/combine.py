@@ -14,7 +14,7 @@ from ._launch import as_words, pow2, word_size
 from .casts import round_to
 from .checks import check_combine_receive, check_combine_send, check_signals
 from .layout import NEAR_UNIT, Layout, ceil_div
-from .signals import BACK_FAR, BACK_NEAR, LINE, arrive, arrive_near, flag_index, pass_on, prefetch, wait
+from .signals import BACK_FAR, BACK_NEAR, arrive, arrive_near, flag_index, pass_on, wait
 
 _FLAG_BACK = tl.constexpr(flag_index(3))
 _ROWS = 1024  # expected when nothing is said; the grid has an eighth more programs, for rows are seldom even
@@ -42,16 +42,15 @@ def send_back(y, send, map_row, map_to, totals, control, flags, nflags, capacity
     r = pid
     row = tl.load(map_row + r, mask=r < capacity, other=0)  # before the total is known: one trip to memory less
     to = tl.load(map_to + r, mask=r < capacity, other=0)
-    if WAIT:
-        prefetch(flags)
-        prefetch(control + BACK_FAR * LINE)
-        prefetch(control + BACK_NEAR * LINE)
     total = tl.load(totals)
     far = tl.load(totals + 1)
     ok = 1
     if WAIT:
         if r < total:  # by the epoch of its first row's kind: that one cannot end before this program has arrived
-            ok = wait(flags, nflags, tl.where((to & 1) == 1, BACK_NEAR, BACK_FAR), control)
+            if (NEARS > 0) & (to & 1 == 1):
+                ok = wait(flags, nflags, BACK_NEAR, control)
+            else:
+                ok = wait(flags, nflags, BACK_FAR, control)
     while r < total:
         if ok == 1:
             _back(y, send, row, to, X, CHUNK, CHUNKS, UNIT)

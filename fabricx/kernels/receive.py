@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ._launch import as_words, pow2, programmatic, word_size
 from .checks import check, check_dispatch_receive, check_signals
 from .layout import NEAR_UNIT, Layout, ceil_div
-from .signals import FAR, pass_on, prefetch, wait
+from .signals import FAR, pass_on, wait
 
 SMALL = 1024  # (expert, source) pairs up to which each program reads all counts
 _SMALL_ROWS = 4096  # rows expected up to which that pays
@@ -129,8 +129,6 @@ def receive_small(recv, recv32, counts, starts, near_ptr, out_x, out_s, map_row,
         if pid == 0:
             pass_on(host_flag, flags, FAR, control)
     if WAIT:
-        lines = tl.arange(0, (NP * ELP + 31) // 32)
-        prefetch(counts + tl.minimum(lines * 32, tl.maximum(N * EL - 1, 0)))
         ok = wait(flags, nflags, FAR, control)
     if ok == 1:
         q, c = _load_counts(counts, N, NP, EL, ELP)
@@ -138,28 +136,24 @@ def receive_small(recv, recv32, counts, starts, near_ptr, out_x, out_s, map_row,
         c2 = tl.reshape(c, [ELP, NP])
         et = tl.sum(c2, axis=1)
         padding = (et + PAD - 1) // PAD * PAD - et
-        total = tl.sum(c, axis=0)
-        far = tl.where(_is_near(q % NP, NEAR0, NEARS), 0, c)
+        fits = tl.sum(et + padding, axis=0) <= rows
+        total = tl.where(fits, tl.sum(c, axis=0), 0)
+        ss = tl.arange(0, NP)
         r = pid
         while r < total:  # not range(): the interpreter takes only Python's integers there
             s, j, row = _locate(q, c, end, padding, EL, NP, ELP, r)
             close = _is_near(s, NEAR0, NEARS)
-            base, start = _pick(near_ptr, starts, s, close, NEAR0, NEARS)
-            over = 0 * s
-            if (j >= P) & (close == 0):  # seldom
-                ss = tl.arange(0, NP)
-                of = tl.sum(tl.reshape(far, [ELP, NP]), axis=0)
-                over = tl.sum(tl.where(ss < s, tl.maximum(of - P, 0), 0), axis=0)
+            lower = tl.where((ss < s) & (_is_near(ss, NEAR0, NEARS) == 0), tl.sum(c2, axis=0), 0)
+            over = tl.sum(tl.maximum(lower - P, 0), axis=0)
             slot = _landed(s, j, over, close, P, N, NEAR0, NEARS, NEAR_ROWS)
-            if row < rows:
-                _copy_row(recv, recv32, out_x, out_s, slot, row, X, S, SP, CHUNK, CHUNKS, UNIT, ROW, SCALE_AT)
-                behind = tl.sum(tl.where(q % NP < s, far, 0), axis=0)
-                tl.store(map_row + r, row)
-                tl.store(map_to + r, _way_back(close, base, start, j, behind, BACK_ROW))
+            base, start = _pick(near_ptr, starts, s, close, NEAR0, NEARS)
+            _copy_row(recv, recv32, out_x, out_s, slot, row, X, S, SP, CHUNK, CHUNKS, UNIT, ROW, SCALE_AT)
+            tl.store(map_row + r, row)
+            tl.store(map_to + r, _way_back(close, base, start, j, tl.sum(lower, axis=0), BACK_ROW))
             r += tl.num_programs(0)
         if pid == 0:
             _finish(c2, tokens_ptr, totals_ptr, EL, ELP, NP, NEAR0, NEARS)
-            if tl.sum(et + padding, axis=0) > rows:
+            if fits == 0:
                 _void(totals_ptr)
     else:
         if pid == 0:
@@ -308,8 +302,7 @@ def dispatch_receive(
         Gets the rows of each expert, without padding.
     totals : int32 [2]
         Gets the number of rows, and of those from ranks that are not near. -1 and 0 when the wait gave up (then
-        expert_tokens are zeros) or when the padded segments do not fit `out_x` (then the rows of it and the maps are
-        not specified).
+        expert_tokens are zeros) or when the padded segments do not fit `out_x`: nothing is copied then.
     out_scales : float32 [capacity, layout.scales]
     starts : int32 [ranks]
         For each near source, the rows it sends to ranks below this one. Needed with near ranks.

@@ -147,20 +147,19 @@ def send_small(x, scales, idx_ptr, send, send32, near_ptr, positions, counts, co
                PAIRS: tl.constexpr, X: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, CHUNK: tl.constexpr,
                CHUNKS: tl.constexpr, UNIT: tl.constexpr, ROW: tl.constexpr, SCALE_AT: tl.constexpr,
                CAST: tl.constexpr, SIGNAL: tl.constexpr, WAIT: tl.constexpr, GATHER: tl.constexpr,
-               TABLE: tl.constexpr, SCATTER: tl.constexpr, ALL_NEAR: tl.constexpr):
+               TABLE: tl.constexpr, SCATTER: tl.constexpr):
     """Grid: 1 + T*ROLES. With near ranks a token has two programs, far rows (role 0) and near rows, so that neither
-    signal waits for the other's stores; where all ranks are near it has the second alone."""
+    signal waits for the other's stores."""
     pid = tl.program_id(0)
     if pid == 0:
         _announce(idx_ptr, counts, control, T, R, E, EP, PAIRS, NEARS, SIGNAL)
         if SIGNAL:
-            if (T == 0) | ALL_NEAR:
+            if T == 0:
                 arrive(FAR, _FLAG_FAR, 1, 1, control)
-            if NEARS > 0:
-                if T == 0:
+                if NEARS > 0:
                     arrive_near(NEAR, 0, 1, 1, control, NEARS)
     else:
-        role = (pid - 1) // T + ALL_NEAR
+        role = (pid - 1) // T
         t = (pid - 1) % T
         v, s = _take(x, scales, t, X, S, SP, CHUNK, CAST, GATHER)
         i = tl.arange(0, PAIRS)
@@ -169,9 +168,6 @@ def send_small(x, scales, idx_ptr, send, send32, near_ptr, positions, counts, co
         my = r.load_experts(idx_ptr, t * R + k, k < R, E)
         n = tl.arange(0, NP)
         near = tl.load(near_ptr + n, mask=n < NEARS, other=0)
-        ok = 1
-        if WAIT:  # now, while the loads above are on their way
-            ok = wait(flags, nflags, tl.where(role == 0, FAR, NEAR), control)
         d = owner(tl.maximum(my, 0), BASE, EXTRA)
         key = tl.where(e >= 0, e * PAIRS + i, 0x7FFFFFFF)
         mine = my * PAIRS + t * R + k
@@ -181,8 +177,14 @@ def send_small(x, scales, idx_ptr, send, send32, near_ptr, positions, counts, co
         below = tl.sum(below, axis=1)
         pos = below & 0xFFFF
         at, live, close = _places(pos, pos - (below >> 16), my, d, near, ROW, NEAR0, NEARS, NP)
-        if (role == 0) | ALL_NEAR:
+        if role == 0:
             tl.store(positions + t * R + k, tl.where(live, pos, -1), mask=k < R)
+        ok = 1
+        if WAIT:
+            if role == 0:
+                ok = wait(flags, nflags, FAR, control)
+            else:
+                ok = wait(flags, nflags, NEAR, control)
         sel = live & ((close & (role == 1)) | ((role == 0) & (close == 0))) & (ok == 1)
         _move(x, scales, send, send32, t, at, sel, v, s, X, S, SP, CHUNK, CHUNKS, UNIT, SCALE_AT, R, RP, CAST, TABLE,
               SCATTER)
@@ -321,12 +323,10 @@ def dispatch_send(
     near = positions if near is None else near
     warps = 8 if row["CAST"] else 4
     if tokens * topk <= r.SMALL:
-        all_near = nears == layout.ranks
-        roles = 2 if nears and not all_near else 1
+        roles = 2 if nears else 1
         send_small[(1 + tokens * roles,)](
             flat, scale_words, indices, out, send32, near, positions, counts, ctl, flags, nflags, tokens, ROLES=roles,
-            ALL_NEAR=int(all_near), EP=max(pow2(layout.experts), 128), PAIRS=_pairs(tokens * topk), num_warps=warps,
-            **common,
+            EP=max(pow2(layout.experts), 128), PAIRS=_pairs(tokens * topk), num_warps=warps, **common,
         )  # fmt: skip
         return counts, positions
     blocks, totals = r.split_workspace(workspace, tokens, topk, layout.experts, device)

@@ -154,7 +154,7 @@ def _wait_portable(flags, n, want, control):
 
 
 @triton.jit
-def wait(flags, n, signal, control):
+def wait(flags, n, signal: tl.constexpr, control):
     """Wait until each of `n` consecutive flags has reached the epoch of `signal`. 1, or 0: time is up, or aborted.
 
     In a kernel that itself gives `signal`, that is the number of rounds before; in one that follows in the same stream,
@@ -167,15 +167,6 @@ def wait(flags, n, signal, control):
         )
     else:
         return _wait_portable(flags, n, tl.load(epoch), control)
-
-
-@triton.jit
-def prefetch(p):
-    """Bring the cache lines of these addresses to L2. Nothing is read yet, so this may come before a wait."""
-    if ASM:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit

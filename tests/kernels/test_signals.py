@@ -26,7 +26,7 @@ class Rank:
 
     def __init__(self, near=2, tokens=T, timeout=40e-6):
         self.layout = fk.Layout(
-            hidden=16, experts=E, ranks=N, topk=R, rank=1, near_first=1 if 0 < near < N else 0, near_ranks=near,
+            hidden=16, experts=E, ranks=N, topk=R, rank=1, near_first=1 if near else 0, near_ranks=near,
             near_rows=20 if near else 0, private=2,
         )  # fmt: skip
         self.counts, self.far, self.back, self.abort = flag(), flag(), flag(), flag()
@@ -72,7 +72,7 @@ def way(request, monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [0, T])
-@pytest.mark.parametrize("near", [0, 1, 3, N])
+@pytest.mark.parametrize("near", [0, 1, 3])
 def test_every_round_raises_every_flag_once(way, near, tokens):
     rank = Rank(near, tokens)
     for n in (1, 2, 3):
