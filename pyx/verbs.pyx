@@ -66,6 +66,9 @@ cdef enum:
     K_RECV = 3
     K_IMM = 4
 
+cdef enum:
+    NOT_BY_CPU = 0x100000000    # in a local key, above the NIC's 32 bits: memory that the CPU cannot read
+
 cdef struct posted_t:           # a chain: one completion, or the error of its first that failed
     uint64_t ctx
     uint32_t imp, count
@@ -93,8 +96,7 @@ cdef struct own_t:              # of a domain
     uint32_t peer_limit
     uint32_t imms               # empty receives wanted
     uint32_t imms_posted
-    uint32_t dry                # times that less than a quarter of them were left
-    uint32_t was_full           # they have been filled up since
+    uint32_t low                # times that the device ran low of them
     uint64_t doorbells
     uint32_t* by_qpn            # peer + 1 by queue pair number
 
@@ -124,6 +126,7 @@ N_RECV = NRECV
 N_WRITES = WRITES
 N_PEER_WRITES = PEER_WRITES
 N_IMMS = IMMS
+LKEY_NOT_BY_CPU = <uint64_t>NOT_BY_CPU
 N_PEER_SLOTS = PEER_SLOTS
 CHAIN_MOST = VB_CHAIN
 

@@ -66,14 +66,14 @@ static inline int vb_recv(struct ibv_srq *srq, uint64_t id, void *buf, uint32_t 
     struct ibv_recv_wr w = { .wr_id = id, .sg_list = &s, .num_sge = 1 }, *bad;
     return ibv_post_srq_recv(srq, &w, &bad);
 }
-/* n <= 64 empty receives, for immediates. */
+/* n <= 64 empty receives, for immediates; how many of them were taken. */
 static inline int vb_recv_empty(struct ibv_srq *srq, vb_templates *t, uint64_t id, int n) {
     struct ibv_recv_wr *bad = NULL, *next = t->rwr[n - 1].next;
     for (int i = 0; i < n; i++) t->rwr[i].wr_id = id;
     t->rwr[n - 1].next = NULL;
     int rc = ibv_post_srq_recv(srq, t->rwr, &bad);
     t->rwr[n - 1].next = next;
-    return rc;
+    return rc == 0 ? n : bad == NULL ? 0 : (int)(bad - t->rwr);
 }
 static inline int vb_poll(struct ibv_cq *cq, vb_comp *out, int most) {
     struct ibv_wc wc[16];

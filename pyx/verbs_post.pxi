@@ -58,8 +58,9 @@ cdef inline int ring_bell_(dom_t* d, uint32_t peer, uint64_t ctx, uint32_t imp, 
     d.nposts += n
     return POST_QUEUED
 
-cdef inline uint32_t inl(dom_t* d, uint64_t n) noexcept nogil:
-    return n != 0 and n <= d.own.inl
+cdef inline bint inl(dom_t* d, uint64_t n, uint64_t lkey) noexcept nogil:
+    """Whether a write goes inline: the CPU copies it then, which it cannot from a GPU's memory."""
+    return n != 0 and n <= d.own.inl and not lkey & NOT_BY_CPU
 
 cdef int verbs_post_write(void* dom, write_t* w) noexcept nogil:
     cdef dom_t* d = <dom_t*>dom
@@ -72,17 +73,63 @@ cdef int verbs_post_write(void* dom, write_t* w) noexcept nogil:
     if not space(d, p):
         return POST_FULL
     vb_fill(&d.own.t, 0, wr_id(K_DATA, w.peer, <uint32_t>(p.link.tail % RING), 0), w.src, <uint32_t>w.len, <uint32_t>w.lkey,
-            m.addr + w.dst, <uint32_t>m.key, w.imm, (w.flags & F_IMM) != 0, inl(d, w.len))
+            m.addr + w.dst, <uint32_t>m.key, w.imm, (w.flags & F_IMM) != 0, inl(d, w.len, w.lkey))
     return ring_bell_(d, w.peer, w.ctx, <uint32_t>w.rkey, 1)
 
 cdef int verbs_post_many(void* dom, write_t* w, int n) noexcept nogil:
-    """Targets of a scatter: each has a ctx of its own, and most a peer of their own, so each is an entry of its own."""
-    cdef int i
-    for i in range(n):
-        w[i].rc = verbs_post_write(dom, &w[i])
-        if w[i].rc == POST_FULL:
-            return i
+    """Targets of a scatter. Neighbours to one peer go under one doorbell: each has its own place in the ring, since it has its
+    own ctx, and the completion of the last ends them all."""
+    cdef dom_t* d = <dom_t*>dom
+    cdef peer_t* p
+    cdef imp_t* m
+    cdef int at = 0, k, rc
+    cdef uint32_t room, slot
+    while at < n:
+        rc = check_write(d, &w[at])
+        if rc:
+            w[at].rc = rc
+            at += 1
+            continue
+        p = &d.peer[w[at].peer]
+        room = min(space(d, p), <uint32_t>(RING - (p.link.tail - p.link.head)), d.own.chain)
+        if not room:
+            w[at].rc = POST_FULL
+            return at
+        k = 0
+        while at + k < n and <uint32_t>k < room and w[at + k].peer == w[at].peer and (k == 0 or check_write(d, &w[at + k]) == 0):
+            m = &d.imp[w[at + k].rkey]
+            slot = <uint32_t>((p.link.tail + k) % RING)
+            vb_fill(&d.own.t, k, wr_id(K_DATA, w[at].peer, slot, 0), w[at + k].src, <uint32_t>w[at + k].len,
+                    <uint32_t>w[at + k].lkey, m.addr + w[at + k].dst, <uint32_t>m.key, w[at + k].imm,
+                    (w[at + k].flags & F_IMM) != 0, inl(d, w[at + k].len, w[at + k].lkey))
+            k += 1
+        rc = ring_each(d, &w[at], k)
+        if rc:
+            w[at].rc = rc
+            at += 1
+        else:
+            at += k
     return n
+
+cdef int ring_each(dom_t* d, write_t* w, int n) noexcept nogil:
+    """The first n templates go to a peer under one doorbell, each as an entry of its own."""
+    cdef peer_t* p = &d.peer[w.peer]
+    cdef posted_t* e
+    cdef int i
+    d.own.doorbells += 1
+    if vb_ring(p.link.data, &d.own.t, n):
+        lose(d, w.peer)
+        return -FE_PEER_LOST
+    for i in range(n):
+        e = &p.link.ring[p.link.tail % RING]
+        e.ctx, e.imp, e.count, e.over = w[i].ctx, <uint32_t>w[i].rkey, 1, 0
+        p.link.tail += 1
+        d.imp[e.imp].out += 1
+        w[i].rc = POST_QUEUED
+    p.out += n
+    d.writes += n
+    d.nposts += n
+    return 0
 
 cdef inline uint64_t index_of(const void* a, uint32_t wide, uint64_t i) noexcept nogil:
     if a == NULL:
@@ -117,7 +164,7 @@ cdef int verbs_post_pages(void* dom, pages_t* g) noexcept nogil:
                 n = k                   # those before it first
                 break
             vb_fill(&d.own.t, k, wr_id(K_DATA, g.peer, <uint32_t>(p.link.tail % RING), k), src, <uint32_t>g.len, <uint32_t>g.lkey,
-                    m.addr + dst, <uint32_t>m.key, g.imm, (g.flags & F_IMM) != 0, inl(d, g.len))
+                    m.addr + dst, <uint32_t>m.key, g.imm, (g.flags & F_IMM) != 0, inl(d, g.len, g.lkey))
         rc = ring_bell_(d, g.peer, g.ctx, <uint32_t>g.rkey, n)
         if rc < 0:
             return rc
@@ -132,17 +179,14 @@ cdef void repost(dom_t* d, uint32_t r) noexcept nogil:
         d.nunposted += 1
 
 cdef void refill(dom_t* d) noexcept nogil:
-    """Keeps the empty receives up, a batch at a time. Running low is counted once each time: senders are only delayed by it
-    (they retry without end), but somebody should know."""
-    cdef bint low = d.own.imms_posted < d.own.imms // 4
-    if low and d.own.was_full:
-        d.own.dry += 1
-        d.own.was_full = 0
+    """Keeps the empty receives up, a batch at a time. The device says when it runs low of them, which no count here can: what
+    it has used is known only when it is polled."""
+    cdef int taken
     while d.own.imms_posted + BATCH <= d.own.imms:
-        if vb_recv_empty(d.own.isrq, &d.own.t, wr_id(K_IMM, 0, 0, 0), BATCH):
+        taken = vb_recv_empty(d.own.isrq, &d.own.t, wr_id(K_IMM, 0, 0, 0), BATCH)
+        d.own.imms_posted += <uint32_t>taken
+        if taken < BATCH:
             return
-        d.own.imms_posted += BATCH
-    d.own.was_full = 1
 
 # ---------------------------------------------------------------- completions
 
@@ -228,9 +272,11 @@ cdef inline void one_received(dom_t* d, vb_comp* c) noexcept nogil:
             heard(d, <head_t*>(d.rbuf + <uint64_t>slot * SLOT), c.len)
         repost(d, slot)
 
-cdef inline void progress(dom_t* d) noexcept nogil:
+cdef inline bint progress(dom_t* d) noexcept nogil:
+    """One turn; whether a queue may have more than was taken from it."""
     cdef vb_comp c[16]
     cdef uint32_t left
+    cdef bint more = False
     cdef int i, k
     if d.qhead < d.qtail:
         flush(d)
@@ -253,13 +299,16 @@ cdef inline void progress(dom_t* d) noexcept nogil:
             nic_failed(d)
         for i in range(k):
             one_sent(d, &c[i])
+        more = k == 16
         k = vb_poll(d.own.rcq, c, 16)
         if k < 0:
             nic_failed(d)
         for i in range(k):
             one_received(d, &c[i])
+        more = more or k == 16
         if d.own.imms_posted + BATCH <= d.own.imms:
             refill(d)
+    return more
 
 cdef int verbs_poll(void* dom, comp_t* out, int most) noexcept nogil:
     cdef dom_t* d = <dom_t*>dom
@@ -285,5 +334,7 @@ cdef int verbs_arm(void* dom) noexcept nogil:
     if vb_notify(d.own.scq) or vb_notify(d.own.rcq):
         return 1
     before = d.arrivals
-    progress(d)                         # what came before the request to be told does not ring
+    while progress(d):                  # what came before the request to be told does not ring
+        if d.chead < d.ctail or d.arrivals != before:
+            return 1
     return d.chead < d.ctail or d.arrivals != before

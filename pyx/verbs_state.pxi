@@ -81,8 +81,19 @@ cdef class VerbsState(CtlState):
 
     def figures(self):
         """For hang dumps and tests."""
-        return dict(imms_posted=self.d.own.imms_posted, imms=self.d.own.imms, low=self.d.own.dry, doorbells=self.d.own.doorbells,
+        return dict(imms_posted=self.d.own.imms_posted, imms=self.d.own.imms, low=self.d.own.low, doorbells=self.d.own.doorbells,
                     posts=self.d.nposts, writes=self.d.writes)
+
+    def reap(self):
+        """Takes in what has arrived, for the engine to see at its next poll, and posts the receives again."""
+        while not self.d.down and not self.d.failed and progress(self.d) and self.d.ctail - self.d.chead < COMPS // 2:
+            pass
+
+    def ran_low(self):
+        """The device has few empty receives left: those whose completions wait are posted again. How often it was so."""
+        self.d.own.low += 1
+        self.reap()
+        return self.d.own.low
 
     def shut(self):
         """Polls and posts do nothing afterwards."""

@@ -50,6 +50,7 @@ CONNECT, ACCEPT, REFUSE = 1, 2, 3
 REASONS = {1: "this incarnation is over", 2: "it speaks another version", 3: "it has no room for another peer"}
 _GRH = 40  # bytes in front of a datagram that was received
 _FIRST, _MOST = 0.02, 0.5  # seconds between datagrams of one attempt: first, and after back-off
+_LOG_AGAIN = 10.0  # seconds between warnings of the same kind
 _LAST_WORDS = 0.3  # seconds that a farewell has to get out before queue pairs are stopped
 _UD_SLOTS, _UD_SIZE = 256, 1024
 _STRANGERS = 4096  # pairs of queue pairs that a domain makes
@@ -164,6 +165,9 @@ class VerbsDomain(ControlDomain):
             keys.append(self._made(v["mr"].MR(self.pd, size, e.IBV_ACCESS_LOCAL_WRITE, address)).lkey)
         with self.spec.lock():
             self.state.start(*keys)
+        self.mark = imms // 4
+        self.logged = float("-inf")
+        self._mark_low()
         self.ops, self.dom, self.wait_fd = self.state.ops, self.state.dom, self._channel_fd(self.channel)
         self.addr = ADDRESS.pack(
             ADDRESS_MAGIC, ADDRESS_VERSION, self.port_attr.link_layer, self.mtu, self.port, self.port_attr.lid, self.ud.qp_num,
@@ -221,6 +225,26 @@ class VerbsDomain(ControlDomain):
                 said = x
         assert said is not None
         raise said
+
+    def _mark_low(self) -> None:
+        """The device says once when it has few empty receives left. Not all can."""
+        try:
+            self.isrq.modify(self.v["srq"].SrqAttr(srq_limit=self.mark), self.e.IBV_SRQ_LIMIT)
+        except Exception as e:
+            log.debug("%s: it does not tell when it runs low of receives: %s", self.name, e)
+
+    def ran_low(self) -> None:
+        """On the fabric's thread. Senders are only delayed by it, they retry without end; but somebody should know."""
+        with self.spec.lock():
+            times = self.state.ran_low()
+        self.spec.kick()
+        if time.monotonic() - self.logged > _LOG_AGAIN:
+            self.logged = time.monotonic()
+            log.warning(
+                "%s: fewer than %d receives for immediates were left (%d times by now): peers send faster than it polls",
+                self.name, self.mark, times,
+            )  # fmt: skip
+        self._mark_low()
 
     def _channel_fd(self, channel: Any) -> int:
         fd = _verbs.channel_fd(channel)
@@ -434,8 +458,8 @@ class VerbsDomain(ControlDomain):
                 with self.spec.lock():
                     if pair.index >= 0 and not self.state.idle(pair.index):
                         left.append(pair)
-                    elif pair.index >= 0:
-                        self.state.detach(pair.index)
+                    else:
+                        self._end(pair)
                 if pair in left:
                     if time.monotonic() - pair.since > _LAST_WORDS:
                         self._stop(pair)
@@ -446,14 +470,25 @@ class VerbsDomain(ControlDomain):
 
     def _stop(self, pair: _Pair) -> None:
         """What is still posted comes back flushed."""
-        q, e = self.v["qp"], self.e
         pair.since = float("inf")
+        self._to_error(pair)
+        self.spec.kick()
+
+    def _end(self, pair: _Pair) -> None:
+        """Nothing is posted on its queue pairs, and they are about to be destroyed, which drops the completions of what they
+        have received, and the shared receives with them: they are taken in before. The progress lock is held."""
+        self._to_error(pair)
+        self.state.reap()
+        if pair.index >= 0:
+            self.state.detach(pair.index)
+
+    def _to_error(self, pair: _Pair) -> None:
+        q, e = self.v["qp"], self.e
         for qp in (pair.ctl, pair.data):
             try:
                 qp.modify(q.QPAttr(qp_state=e.IBV_QPS_ERR), e.IBV_QP_STATE)
             except Exception as x:
                 log.debug("%s: a queue pair that is over: %s", self.name, x)
-        self.spec.kick()
 
     # -- peers
 
@@ -532,7 +567,7 @@ class VerbsDomain(ControlDomain):
             if memory.readonly:
                 self.state.hide_region(slot)
         self.regions[rkey] = (mr, memory)
-        return LocalKey(mr.lkey, rkey, memory)
+        return LocalKey(mr.lkey if memory.device == "cpu" else mr.lkey | _verbs.LKEY_NOT_BY_CPU, rkey, memory)
 
     def _register(self, memory: Memory) -> Any:
         e, m = self.e, self.v["mr"]
@@ -730,9 +765,11 @@ class VerbsFabric(ControlFabric):
                     event = d.ctx.get_async_event()
                 except Exception:
                     return
-                kind = event.event_type
+                kind, e = event.event_type, d.e
                 event.ack()
-                e = d.e
+                if kind == e.IBV_EVENT_SRQ_LIMIT_REACHED:
+                    d.ran_low()
+                    continue
                 log.info("%s: asynchronous event %d", d.name, kind)
                 if kind == e.IBV_EVENT_DEVICE_FATAL or kind == e.IBV_EVENT_PORT_ERR:
                     what = "the device failed" if kind == e.IBV_EVENT_DEVICE_FATAL else "its port is down"

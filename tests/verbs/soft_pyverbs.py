@@ -58,7 +58,9 @@ soft = build()
 enums = SimpleNamespace(
     IBV_PORT_ACTIVE=4, IBV_QPT_RC=2, IBV_QPT_UD=4, IBV_QPS_RESET=0, IBV_QPS_INIT=1, IBV_QPS_RTR=2, IBV_QPS_RTS=3, IBV_QPS_ERR=6,
     IBV_QP_STATE=1, IBV_QP_CAP=1 << 19, IBV_ACCESS_LOCAL_WRITE=1, IBV_ACCESS_REMOTE_WRITE=2, IBV_ACCESS_RELAXED_ORDERING=1 << 20,
-    IBV_SEND_SIGNALED=2, IBV_WC_SUCCESS=0, IBV_EVENT_DEVICE_FATAL=8, IBV_EVENT_PORT_ACTIVE=9, IBV_EVENT_PORT_ERR=10,
+    IBV_SEND_SIGNALED=2, IBV_WC_SUCCESS=0, IBV_EVENT_DEVICE_FATAL=8,
+    IBV_EVENT_SRQ_LIMIT_REACHED=15,
+    IBV_SRQ_LIMIT=2, IBV_EVENT_PORT_ACTIVE=9, IBV_EVENT_PORT_ERR=10,
 )  # fmt: skip
 ERROR_STATUS = SimpleNamespace(LOC_PROT=4, FLUSH=5, REM_INV=9, REM_ACCESS=10, REM_OP=11, RETRY=12, RNR=13)
 
@@ -195,6 +197,11 @@ class SRQ(_Object):
             raise PyverbsRDMAError("Failed to create a SRQ", errno.EINVAL)
         soft.open_srq(self, pd.context, init.attr.max_wr)
         self.made()
+
+    def modify(self, attr: SrqAttr, mask: int) -> None:
+        if mask != enums.IBV_SRQ_LIMIT:
+            raise PyverbsRDMAError("Failed to modify SRQ", errno.EINVAL)
+        soft.mark_srq(self, attr.srq_limit)
 
     def figures(self) -> dict[str, int]:
         return soft.srq_figures(self)

@@ -23,7 +23,7 @@
 
 typedef struct { PyObject_HEAD PyObject *weak, *logger; void *vtab, *ptr; } object_t;
 typedef struct { uint64_t id; uint64_t addr; uint32_t len, lkey, sges; } recv_t;
-typedef struct { recv_t *ring; uint32_t cap, takes; uint64_t head, tail; int refuse_after, refuse_with; } queue_t;
+typedef struct { recv_t *ring; uint32_t cap, takes; uint64_t head, tail; int refuse_after, refuse_with; uint32_t mark; int events; } queue_t;
 typedef struct { struct ibv_srq v; queue_t q; } srq_t;
 typedef struct { struct ibv_wc wc; uint32_t qpn; uint64_t frees; int send; } entry_t;
 typedef struct { struct ibv_cq v; entry_t *ring; uint32_t cap; uint64_t head, tail, overruns, polls; int armed; } cq_t;
@@ -96,8 +96,14 @@ static int reaches(uint32_t key, uint64_t addr, uint64_t len, uint32_t access) {
 }
 static queue_t *receives(qp_t *p) { return p->v.srq ? &((srq_t *)p->v.srq)->q : &p->recv; }
 
-/* Places of one receive; its bytes are written by the caller. NULL: there is none. */
-static recv_t *take(queue_t *q) { return q->head < q->tail ? &q->ring[q->head++ % q->cap] : NULL; }
+/* A receive; its bytes are written by the caller. NULL: there is none. Fewer than the mark left is told once. */
+static recv_t *take(queue_t *q) {
+    const uint8_t low = IBV_EVENT_SRQ_LIMIT_REACHED;
+    if (q->head == q->tail) return NULL;
+    recv_t *r = &q->ring[q->head++ % q->cap];
+    if (q->tail - q->head < q->mark && write(q->events, &low, 1) == 1) q->mark = 0;
+    return r;
+}
 
 /* What becomes of a work request: a status, or -1: it waits for a receive. */
 static int carry_out(qp_t *q, work_t *w) {
@@ -318,7 +324,7 @@ static PyObject *open_srq(PyObject *m, PyObject *a) {
     GET(struct ibv_context, ctx, c);
     srq_t *s = calloc(1, sizeof *s);
     if (!s || !make_queue(&s->q, n)) { free(s); return PyErr_NoMemory(); }
-    s->v.context = ctx;
+    s->v.context = ctx; s->q.events = ctx->cmd_fd;
     SET(o, s);
     Py_RETURN_NONE;
 }
@@ -481,6 +487,15 @@ static PyObject *refuse_srq(PyObject *m, PyObject *a) {
     s->q.refuse_after = after; s->q.refuse_with = with;
     Py_RETURN_NONE;
 }
+static PyObject *mark_srq(PyObject *m, PyObject *a) {
+    PyObject *o; unsigned mark;
+    if (!PyArg_ParseTuple(a, "O!I", &Object, &o, &mark)) return NULL;
+    GET(srq_t, s, o);
+    pthread_mutex_lock(&lock);
+    s->q.mark = mark;
+    pthread_mutex_unlock(&lock);
+    Py_RETURN_NONE;
+}
 static PyObject *drop_datagrams(PyObject *m, PyObject *a) {
     return PyArg_ParseTuple(a, "I", &lose_datagrams) ? Py_NewRef(Py_None) : NULL;
 }
@@ -530,7 +545,7 @@ static PyObject *quick_entries(PyObject *m, PyObject *u) { return PyLong_FromUns
 static PyMethodDef methods[] = {
     V(open_context), V(open_channel), V(open_cq), V(open_srq), V(open_qp), O(close_context), O(close_channel), O(close_cq), O(close_srq),
     O(close_qp), V(set_qp), O(qp_state), V(ud_send), V(ud_recv), V(poll), O(notify), V(add_mr), V(drop_mr), V(hold), V(let_go), V(fail),
-    V(refuse), V(refuse_srq), V(drop_datagrams), V(record), N(recorded), O(cq_figures), O(srq_figures), O(qp_figures),
+    V(refuse), V(refuse_srq), V(mark_srq), V(drop_datagrams), V(record), N(recorded), O(cq_figures), O(srq_figures), O(qp_figures),
     V(run_reference), N(quick_entries), { NULL, NULL, 0, NULL },
 };
 static struct PyModuleDef def = { PyModuleDef_HEAD_INIT, .m_name = "soft_verbs", .m_size = -1, .m_methods = methods };
