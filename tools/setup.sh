@@ -55,4 +55,4 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
     pip install torch==2.13.0 || echo "going on without torch"
 fi
 # torch for GPUs brings Triton along; the kernels' tests interpret it on any machine
-.venv/bin/python -c 'import triton' 2>/dev/null || pip install 'triton>=3.6' || echo "going on without triton"
+.venv/bin/python -c 'import triton' 2>/dev/null || pip install 'triton==3.6.0' || echo "going on without triton"

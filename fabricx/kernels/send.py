@@ -79,8 +79,8 @@ def _store_chunk(send, send32, at, sel, v, s, c, X: tl.constexpr, S: tl.constexp
         for kk in tl.static_range(R):
             to = tl.sum(tl.where(k == kk, at, 0), axis=0)
             go = tl.sum(tl.where((k == kk) & sel, 1, 0), axis=0) > 0
-            tl.store(send + to * UNIT + o, v, mask=(o < X) & go)
-            tl.store(send32 + to * 4 + SCALE_AT + g, s, mask=(g < S) & go)
+            tl.store(send + to * UNIT + o, v, mask=tl.where(go, o < X, False))
+            tl.store(send32 + to * 4 + SCALE_AT + g, s, mask=tl.where(go, g < S, False))
     else:
         o = c * CHUNK + tl.arange(0, CHUNK)
         tl.store(send + (at * UNIT)[:, None] + o[None, :], v[None, :], mask=sel[:, None] & (o < X)[None, :])
