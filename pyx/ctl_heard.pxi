@@ -186,12 +186,15 @@ cdef void gone(dom_t* d, uint32_t peer, uint64_t rkey) noexcept nogil:
     if writes_out(d, peer, rkey) == 0:
         tell(d, peer, T_GONE_ACK, 0, rkey, 0)
 
-cdef void write_over(dom_t* d, uint32_t peer, uint32_t imp) noexcept nogil:
-    """A write has left the provider: the owner of its target may wait for that."""
+cdef inline void write_over(dom_t* d, uint32_t peer, uint32_t imp) noexcept nogil:
+    writes_over(d, peer, imp, 1)
+
+cdef void writes_over(dom_t* d, uint32_t peer, uint32_t imp, uint32_t n) noexcept nogil:
+    """Writes have left the provider: the owner of their target may wait for that."""
     cdef imp_t* m = &d.imp[imp]
-    d.peer[peer].out -= 1
-    d.writes -= 1
-    m.out -= 1
+    d.peer[peer].out -= n
+    d.writes -= n
+    m.out -= n
     if m.ack and m.out == 0:
         m.ack = 0
         if writes_out(d, m.peer, m.rkey) == 0:

@@ -17,10 +17,16 @@ from fabric cimport *
 cdef extern from "verbs_api.h" nogil:
     ctypedef struct vb_templates:
         pass
-    ctypedef struct vb_comp:
-        uint64_t id
-        uint32_t qpn, imm, len, vendor
-        int status, opcode, has_imm
+    ctypedef struct vb_pages:
+        uint64_t src, sstride, base, dst, dstride, top
+        const void* si
+        const void* di
+        int kinds, stop, rest
+    ctypedef struct ibv_wc "struct ibv_wc":
+        uint64_t wr_id
+        int status
+        uint32_t vendor_err, byte_len, qp_num
+        unsigned int wc_flags
     ctypedef struct ibv_qp "struct ibv_qp":
         pass
     ctypedef struct ibv_cq "struct ibv_cq":
@@ -34,7 +40,12 @@ cdef extern from "verbs_api.h" nogil:
     int vb_send(ibv_qp*, uint64_t id, void* buf, uint32_t len, uint32_t lkey, uint32_t inl) noexcept
     int vb_recv(ibv_srq*, uint64_t id, void* buf, uint32_t len, uint32_t lkey) noexcept
     int vb_recv_empty(ibv_srq*, vb_templates*, uint64_t id, int n) noexcept
-    int vb_poll(ibv_cq*, vb_comp*, int most) noexcept
+    void vb_pages_begin(vb_pages*, int chain, uint64_t id, uint32_t len, uint32_t lkey, uint32_t rkey, uint32_t imm, int has_imm,
+                        int inl) noexcept
+    uint32_t vb_pages_post(ibv_qp*, vb_pages*, uint64_t at, uint32_t n) noexcept
+    int vb_poll(ibv_cq*, ibv_wc*) noexcept
+    int vb_alike(const ibv_wc*, const ibv_wc* end) noexcept
+    uint32_t vb_imm(const ibv_wc*) noexcept
     void vb_drain(int fd) noexcept
     int vb_notify(ibv_cq*) noexcept
     uint32_t vb_qp_num(ibv_qp*) noexcept
@@ -45,7 +56,8 @@ cdef extern from "verbs_api.h" nogil:
     int vb_async_fd(void* context) noexcept
     int vb_channel_fd(void*) noexcept
     void* vb_inside(void*) noexcept
-    enum: VB_CHAIN
+    enum: VB_CHAIN, VB_POLL
+    enum: IBV_WC_WITH_IMM
     enum: IBV_WC_SUCCESS, IBV_WC_LOC_LEN_ERR, IBV_WC_LOC_QP_OP_ERR, IBV_WC_LOC_PROT_ERR, IBV_WC_WR_FLUSH_ERR
     enum: IBV_WC_REM_INV_REQ_ERR, IBV_WC_REM_ACCESS_ERR, IBV_WC_REM_OP_ERR, IBV_WC_RETRY_EXC_ERR
     enum: IBV_WC_RNR_RETRY_EXC_ERR, IBV_WC_REM_ABORT_ERR, IBV_WC_FATAL_ERR, IBV_WC_RESP_TIMEOUT_ERR
@@ -69,22 +81,28 @@ cdef enum:
 cdef enum:
     NOT_BY_CPU = 0x100000000    # in a local key, above the NIC's 32 bits: memory that the CPU cannot read
 
-cdef struct posted_t:           # a chain: one completion, or the error of its first that failed
+cdef struct posted_t:           # work requests of one ctx, under one doorbell or several alike
     uint64_t ctx
-    uint32_t imp, count
-    uint32_t over
+    uint32_t imp
+    uint32_t left               # doorbells that are not over
+    uint32_t count              # work requests under each
+    uint32_t first              # their place under it
+    uint16_t last               # they are its last: a completion follows
+    uint16_t over               # those under the oldest were told already
 
 cdef struct link_t:             # to a peer
     ibv_qp* data
     ibv_qp* ctl
     uint32_t data_qpn, ctl_qpn
     uint32_t broken             # a completion with an error came: the queue pairs are of no use any more
+    uint32_t failed             # and so has the data queue pair itself
     uint32_t sends              # control messages out
     posted_t* ring
     uint64_t head, tail
 
 cdef struct own_t:              # of a domain
     vb_templates t
+    vb_pages pages
     ibv_cq* scq
     ibv_cq* rcq
     ibv_srq* srq

@@ -1,10 +1,10 @@
 # Writes, completions, sleeping; part of verbs.pyx.
 #
-# wr_id: kind in bits 61..63, peer in 32..47, then for data the place in the peer's ring (bits 8..31) and the place in the chain
-# (0..7), for messages the slot.
+# wr_id: kind in bits 61..63, peer in 32..47; bits 0..31 for data the place under the doorbell, for messages the slot. Which doorbell
+# it was needs no bits: the completions of a reliable queue pair come in the order of its work requests, so it is the oldest.
 
-cdef inline uint64_t wr_id(uint32_t kind, uint32_t peer, uint32_t place, uint32_t i) noexcept nogil:
-    return <uint64_t>kind << 61 | <uint64_t>peer << 32 | <uint64_t>place << 8 | i
+cdef inline uint64_t wr_id(uint32_t kind, uint32_t peer, uint32_t i) noexcept nogil:
+    return <uint64_t>kind << 61 | <uint64_t>peer << 32 | i
 
 cdef bint ship(dom_t* d, uint32_t s, uint32_t peer) noexcept nogil:
     """Posts slot s; False when it cannot go now: the queue pairs are not connected yet. True: out, or dropped with its peer."""
@@ -13,7 +13,7 @@ cdef bint ship(dom_t* d, uint32_t s, uint32_t peer) noexcept nogil:
     if p.link.ctl == NULL and p.state != P_LOST:
         return False
     if p.link.ctl == NULL or p.link.broken or \
-            vb_send(p.link.ctl, wr_id(K_SEND, peer, s, 0), h, <uint32_t>(sizeof(head_t) + h.len), d.own.slkey, d.own.inl):
+            vb_send(p.link.ctl, wr_id(K_SEND, peer, s), h, <uint32_t>(sizeof(head_t) + h.len), d.own.slkey, d.own.inl):
         sgive(d, s, peer)
         if p.state != P_LOST:
             lose(d, peer)
@@ -42,66 +42,48 @@ cdef inline uint32_t space(dom_t* d, peer_t* p) noexcept nogil:
         return 0
     return <uint32_t>min(d.own.peer_limit - p.out, d.own.limit - d.writes)
 
-cdef inline int ring_bell_(dom_t* d, uint32_t peer, uint64_t ctx, uint32_t imp, int n) noexcept nogil:
-    """The first n templates go to a peer as one entry of its ring."""
-    cdef peer_t* p = &d.peer[peer]
-    cdef posted_t* e = &p.link.ring[p.link.tail % RING]
-    e.ctx, e.imp, e.count, e.over = ctx, imp, n, 0
-    d.own.doorbells += 1
-    if vb_ring(p.link.data, &d.own.t, n):
-        lose(d, peer)
-        return -FE_PEER_LOST
-    p.link.tail += 1
-    p.out += n
-    d.imp[imp].out += n
-    d.writes += n
-    d.nposts += n
-    return POST_QUEUED
-
 cdef inline bint inl(dom_t* d, uint64_t n, uint64_t lkey) noexcept nogil:
     """Whether a write goes inline: the CPU copies it then, which it cannot from a GPU's memory."""
     return n != 0 and n <= d.own.inl and not lkey & NOT_BY_CPU
 
+cdef inline void fill(dom_t* d, int k, write_t* w) noexcept nogil:
+    """Template k becomes a write."""
+    cdef imp_t* m = &d.imp[w.rkey]
+    vb_fill(&d.own.t, k, wr_id(K_DATA, w.peer, k), w.src, <uint32_t>w.len, <uint32_t>w.lkey, m.addr + w.dst, <uint32_t>m.key,
+            w.imm, (w.flags & F_IMM) != 0, inl(d, w.len, w.lkey))
+
+cdef inline void note(peer_t* p, uint64_t ctx, uint32_t imp, uint32_t count, uint32_t first, bint last, uint32_t times) noexcept nogil:
+    """An entry of a peer's ring."""
+    cdef posted_t* e = &p.link.ring[p.link.tail % RING]
+    e.ctx, e.imp, e.count, e.first, e.last, e.left, e.over = ctx, imp, count, first, last, times, 0
+    p.link.tail += 1
+
+cdef inline void count_out(dom_t* d, peer_t* p, uint32_t n) noexcept nogil:
+    p.out += n
+    d.writes += n
+    d.nposts += n
+
 cdef int verbs_post_write(void* dom, write_t* w) noexcept nogil:
-    cdef dom_t* d = <dom_t*>dom
-    cdef peer_t* p
-    cdef imp_t* m
-    cdef int rc = check_write(d, w)
-    if rc:
-        return rc
-    p, m = &d.peer[w.peer], &d.imp[w.rkey]
-    if not space(d, p):
-        return POST_FULL
-    vb_fill(&d.own.t, 0, wr_id(K_DATA, w.peer, <uint32_t>(p.link.tail % RING), 0), w.src, <uint32_t>w.len, <uint32_t>w.lkey,
-            m.addr + w.dst, <uint32_t>m.key, w.imm, (w.flags & F_IMM) != 0, inl(d, w.len, w.lkey))
-    return ring_bell_(d, w.peer, w.ctx, <uint32_t>w.rkey, 1)
+    return POST_FULL if verbs_post_many(dom, w, 1) == 0 else w.rc
 
 cdef int verbs_post_many(void* dom, write_t* w, int n) noexcept nogil:
-    """Targets of a scatter. Neighbours to one peer go under one doorbell: each has its own place in the ring, since it has its
-    own ctx, and the completion of the last ends them all."""
+    """Neighbours to one peer go under one doorbell. Each is an entry of its own, since it has its own ctx, and the completion
+    of the last ends them all."""
     cdef dom_t* d = <dom_t*>dom
-    cdef peer_t* p
-    cdef imp_t* m
     cdef int at = 0, k, rc
-    cdef uint32_t room, slot
+    cdef uint32_t room
     while at < n:
-        rc = check_write(d, &w[at])
-        if rc:
-            w[at].rc = rc
+        w[at].rc = check_write(d, &w[at])
+        if w[at].rc:
             at += 1
             continue
-        p = &d.peer[w[at].peer]
-        room = min(space(d, p), <uint32_t>(RING - (p.link.tail - p.link.head)), d.own.chain)
+        room = min(space(d, &d.peer[w[at].peer]), d.own.chain)
         if not room:
             w[at].rc = POST_FULL
             return at
         k = 0
         while at + k < n and <uint32_t>k < room and w[at + k].peer == w[at].peer and (k == 0 or check_write(d, &w[at + k]) == 0):
-            m = &d.imp[w[at + k].rkey]
-            slot = <uint32_t>((p.link.tail + k) % RING)
-            vb_fill(&d.own.t, k, wr_id(K_DATA, w[at].peer, slot, 0), w[at + k].src, <uint32_t>w[at + k].len,
-                    <uint32_t>w[at + k].lkey, m.addr + w[at + k].dst, <uint32_t>m.key, w[at + k].imm,
-                    (w[at + k].flags & F_IMM) != 0, inl(d, w[at + k].len, w[at + k].lkey))
+            fill(d, k, &w[at + k])
             k += 1
         rc = ring_each(d, &w[at], k)
         if rc:
@@ -112,69 +94,63 @@ cdef int verbs_post_many(void* dom, write_t* w, int n) noexcept nogil:
     return n
 
 cdef int ring_each(dom_t* d, write_t* w, int n) noexcept nogil:
-    """The first n templates go to a peer under one doorbell, each as an entry of its own."""
+    """The first n templates go out, each as an entry of its own."""
     cdef peer_t* p = &d.peer[w.peer]
-    cdef posted_t* e
     cdef int i
     d.own.doorbells += 1
     if vb_ring(p.link.data, &d.own.t, n):
-        lose(d, w.peer)
+        broke(d, w.peer)
         return -FE_PEER_LOST
     for i in range(n):
-        e = &p.link.ring[p.link.tail % RING]
-        e.ctx, e.imp, e.count, e.over = w[i].ctx, <uint32_t>w[i].rkey, 1, 0
-        p.link.tail += 1
-        d.imp[e.imp].out += 1
+        note(p, w[i].ctx, <uint32_t>w[i].rkey, 1, i, i == n - 1, 1)
+        d.imp[w[i].rkey].out += 1
         w[i].rc = POST_QUEUED
-    p.out += n
-    d.writes += n
-    d.nposts += n
+    count_out(d, p, n)
     return 0
 
-cdef inline uint64_t index_of(const void* a, uint32_t wide, uint64_t i) noexcept nogil:
-    if a == NULL:
-        return i
-    return (<uint64_t*>a)[i] if wide else (<uint32_t*>a)[i]
+cdef inline int kind_of(const void* a, uint32_t wide) noexcept nogil:
+    return 0 if a == NULL else 2 if wide else 1
 
 cdef int verbs_post_pages(void* dom, pages_t* g) noexcept nogil:
     """Chains of pages, each under one doorbell with one completion."""
     cdef dom_t* d = <dom_t*>dom
-    cdef uint64_t start = g.at, at, src, dst
+    cdef vb_pages* t = &d.own.pages
     cdef peer_t* p
     cdef imp_t* m
     cdef write_t w
-    cdef uint32_t n, k
+    cdef uint32_t n, room, bells
     cdef int rc
     w.peer, w.rkey, w.len, w.dst = g.peer, g.rkey, g.len, 0
     rc = check_write(d, &w)
     if rc:
         return rc
     p, m = &d.peer[g.peer], &d.imp[g.rkey]
-    while g.at < g.end:
-        n = <uint32_t>min(<uint64_t>min(space(d, p), d.own.chain), g.end - g.at)
-        if n == 0:
-            return POST_QUEUED if g.at > start else POST_FULL
-        at = g.at
-        for k in range(n):
-            src = g.src + index_of(g.si, g.swide, at + k) * g.sstride
-            dst = g.dst + index_of(g.di, g.dwide, at + k) * g.dstride
-            if dst > m.len or g.len > m.len - dst:
-                if k == 0:
-                    return -FE_REMOTE_RANGE
-                n = k                   # those before it first
-                break
-            vb_fill(&d.own.t, k, wr_id(K_DATA, g.peer, <uint32_t>(p.link.tail % RING), k), src, <uint32_t>g.len, <uint32_t>g.lkey,
-                    m.addr + dst, <uint32_t>m.key, g.imm, (g.flags & F_IMM) != 0, inl(d, g.len, g.lkey))
-        rc = ring_bell_(d, g.peer, g.ctx, <uint32_t>g.rkey, n)
-        if rc < 0:
-            return rc
-        g.at += n
-    return POST_QUEUED
+    room = <uint32_t>min(<uint64_t>space(d, p), g.end - g.at)
+    if room == 0:
+        return POST_FULL
+    vb_pages_begin(t, d.own.chain, wr_id(K_DATA, g.peer, 0), <uint32_t>g.len, <uint32_t>g.lkey, <uint32_t>m.key, g.imm,
+                   (g.flags & F_IMM) != 0, inl(d, g.len, g.lkey))
+    t.src, t.sstride, t.base, t.dst, t.dstride, t.top = g.src, g.sstride, m.addr, g.dst, g.dstride, m.len - g.len
+    t.si, t.di, t.kinds = g.si, g.di, 3 * kind_of(g.si, g.swide) + kind_of(g.di, g.dwide)
+    n = vb_pages_post(p.link.data, t, g.at, room)
+    bells = (n - t.rest) // d.own.chain
+    if bells:
+        note(p, g.ctx, <uint32_t>g.rkey, d.own.chain, 0, True, bells)
+    if t.rest:
+        note(p, g.ctx, <uint32_t>g.rkey, t.rest, 0, True, 1)
+    d.own.doorbells += bells + (t.rest != 0)
+    m.out += n
+    count_out(d, p, n)
+    g.at += n
+    if t.stop == 2:
+        broke(d, g.peer)
+        return -FE_PEER_LOST
+    return -FE_REMOTE_RANGE if t.stop else POST_QUEUED
 
 # ---------------------------------------------------------------- receives
 
 cdef void repost(dom_t* d, uint32_t r) noexcept nogil:
-    if vb_recv(d.own.srq, wr_id(K_RECV, 0, r, 0), d.rbuf + <uint64_t>r * SLOT, SLOT, d.own.rlkey):
+    if vb_recv(d.own.srq, wr_id(K_RECV, 0, r), d.rbuf + <uint64_t>r * SLOT, SLOT, d.own.rlkey):
         d.unposted[d.nunposted] = r
         d.nunposted += 1
 
@@ -183,7 +159,7 @@ cdef void refill(dom_t* d) noexcept nogil:
     it has used is known only when it is polled."""
     cdef int taken
     while d.own.imms_posted + BATCH <= d.own.imms:
-        taken = vb_recv_empty(d.own.isrq, &d.own.t, wr_id(K_IMM, 0, 0, 0), BATCH)
+        taken = vb_recv_empty(d.own.isrq, &d.own.t, wr_id(K_IMM, 0, 0), BATCH)
         d.own.imms_posted += <uint32_t>taken
         if taken < BATCH:
             return
@@ -201,41 +177,57 @@ cdef int32_t status_of(int status) noexcept nogil:
         return FE_PEER_LOST
     return FE_PROVIDER
 
-cdef void chain_over(dom_t* d, posted_t* e, uint32_t peer, uint32_t good, int status) noexcept nogil:
-    """A chain has ended: `good` of its work requests were carried out, the rest failed. Told once."""
-    cdef comp_t* c
-    cdef uint32_t k, imp = e.imp, count = e.count
-    e.over = 1
-    if good:
+cdef void over(dom_t* d, posted_t* e, uint32_t peer, uint32_t good, uint32_t bad, int status) noexcept nogil:
+    """Work requests of an entry have ended, each told once: `good` were carried out, `bad` failed."""
+    cdef comp_t* c = &d.comp[(d.ctail - 1) % COMPS]
+    if good and d.ctail > d.chead and c.kind == C_DONE and c.ctx == e.ctx:
+        c.count += good                 # with what was just told of the same ctx
+    elif good:
         c = comp(d, C_DONE)
         c.ctx, c.count = e.ctx, good
-    if good < count:
+    if bad:
         c = comp(d, C_ERROR)
-        c.ctx, c.count, c.status, c.vendor = e.ctx, count - good, status_of(status), status
-    for k in range(count):
-        write_over(d, peer, imp)
+        c.ctx, c.count, c.status, c.vendor = e.ctx, bad, status_of(status), status
+    writes_over(d, peer, e.imp, good + bad)
 
-cdef void data_over(dom_t* d, vb_comp* c) noexcept nogil:
-    """Work requests of a queue pair end in their order: what stands before this one in the ring is done too."""
-    cdef uint32_t i = <uint32_t>(c.id >> 32) & 0xffff, place = <uint32_t>(c.id >> 8) & 0xffffff
+cdef inline void bell_over(peer_t* p, posted_t* e, uint32_t n) noexcept nogil:
+    e.over = 0
+    e.left -= n
+    if e.left == 0:
+        p.link.head += 1
+
+cdef void data_done(dom_t* d, uint32_t i, uint32_t bells) noexcept nogil:
+    """All that stood under the oldest doorbells is carried out."""
     cdef peer_t* p = &d.peer[i]
     cdef posted_t* e
-    cdef bint here = False
-    if place >= RING or p.link.ring == NULL:
-        return
-    while p.link.head < p.link.tail and not here:
+    cdef uint32_t n
+    while bells and p.link.head < p.link.tail:
         e = &p.link.ring[p.link.head % RING]
-        here = p.link.head % RING == place
-        if here and c.status != IBV_WC_SUCCESS:
-            if not e.over:              # the first of the chain that failed; those after it are flushed, and say nothing new
-                chain_over(d, e, i, min(<uint32_t>(c.id & 0xff), e.count), c.status)
-            if (c.id & 0xff) + 1 < e.count:
-                break                   # its last comes yet
-        elif not e.over:
-            chain_over(d, e, i, e.count, 0)
-        p.link.head += 1
-    if c.status != IBV_WC_SUCCESS:
-        broke(d, i)
+        n = min(bells, e.left)
+        over(d, e, i, n * e.count, 0, 0)
+        if e.last:
+            bells -= n
+        bell_over(p, e, n)
+
+cdef void data_failed(dom_t* d, uint32_t i, uint32_t k, int status) noexcept nogil:
+    """Work request k under the oldest doorbell failed, or was flushed after that. Those before it were carried out, but for
+    flushed ones that were never told of, which the first failure of the queue pair stands before."""
+    cdef peer_t* p = &d.peer[i]
+    cdef posted_t* e
+    cdef uint32_t good
+    while p.link.head < p.link.tail:
+        e = &p.link.ring[p.link.head % RING]
+        good = 0 if p.link.failed else min(e.count, k - min(k, e.first))
+        if not e.over:
+            over(d, e, i, good, e.count - good, status)
+            e.over = 1
+        if k < e.first + e.count:
+            if k + 1 == e.first + e.count:
+                bell_over(p, e, 1)      # its last
+            break
+        bell_over(p, e, 1)
+    p.link.failed = 1
+    broke(d, i)
 
 cdef void broke(dom_t* d, uint32_t i) noexcept nogil:
     """A queue pair is in its error state: what is posted comes back flushed, each once."""
@@ -243,38 +235,45 @@ cdef void broke(dom_t* d, uint32_t i) noexcept nogil:
     if d.peer[i].state != P_LOST:
         lose(d, i)
 
-cdef inline void one_sent(dom_t* d, vb_comp* c) noexcept nogil:
-    cdef uint32_t kind = <uint32_t>(c.id >> 61), i = <uint32_t>(c.id >> 32) & 0xffff
-    if kind == K_DATA:
-        data_over(d, c)
-    elif kind == K_SEND:
-        d.peer[i].link.sends -= 1
-        sgive(d, <uint32_t>(c.id >> 8) & 0xffffff, i)
-        if c.status != IBV_WC_SUCCESS:
-            broke(d, i)
+cdef inline void some_sent(dom_t* d, ibv_wc* c, int n) noexcept nogil:
+    """Completions of sends. Those of full chains to one peer are all alike, and are counted before they are told."""
+    cdef int k = 0, same
+    cdef uint32_t kind, i
+    while k < n:
+        kind, i = <uint32_t>(c[k].wr_id >> 61), <uint32_t>(c[k].wr_id >> 32) & 0xffff
+        same = 1
+        if kind == K_DATA and c[k].status == IBV_WC_SUCCESS:
+            same = vb_alike(&c[k], &c[n])
+            data_done(d, i, same)
+        elif kind == K_DATA:
+            data_failed(d, i, <uint32_t>c[k].wr_id, c[k].status)
+        elif kind == K_SEND:
+            d.peer[i].link.sends -= 1
+            sgive(d, <uint32_t>c[k].wr_id, i)
+            if c[k].status != IBV_WC_SUCCESS:
+                broke(d, i)
+        k += same
 
-cdef inline void one_received(dom_t* d, vb_comp* c) noexcept nogil:
-    cdef uint32_t kind = <uint32_t>(c.id >> 61), slot, who
+cdef inline void one_received(dom_t* d, ibv_wc* c) noexcept nogil:
+    cdef uint32_t kind = <uint32_t>(c.wr_id >> 61), who
     cdef comp_t* e
     if kind == K_IMM:
         d.own.imms_posted -= 1
-        if c.status == IBV_WC_SUCCESS and c.has_imm:
+        if c.status == IBV_WC_SUCCESS and c.wc_flags & IBV_WC_WITH_IMM:
             d.arrivals += 1
-            who = d.own.by_qpn[c.qpn & (QPNS - 1)]
+            who = d.own.by_qpn[c.qp_num & (QPNS - 1)]
             e = comp(d, C_IMM)
-            e.imm, e.count = c.imm, 1
+            e.imm, e.count = vb_imm(c), 1
             if who:
                 e.src = d.peer[who - 1].src
-        return
-    if kind == K_RECV:
-        slot = <uint32_t>(c.id >> 8) & 0xffffff
+    elif kind == K_RECV:
         if c.status == IBV_WC_SUCCESS:
-            heard(d, <head_t*>(d.rbuf + <uint64_t>slot * SLOT), c.len)
-        repost(d, slot)
+            heard(d, <head_t*>(d.rbuf + <uint64_t><uint32_t>c.wr_id * SLOT), c.byte_len)
+        repost(d, <uint32_t>c.wr_id)
 
 cdef inline bint progress(dom_t* d) noexcept nogil:
     """One turn; whether a queue may have more than was taken from it."""
-    cdef vb_comp c[16]
+    cdef ibv_wc c[VB_POLL]
     cdef uint32_t left
     cdef bint more = False
     cdef int i, k
@@ -294,18 +293,17 @@ cdef inline bint progress(dom_t* d) noexcept nogil:
         if d.rwait:
             grant_all(d)
     if d.ctail - d.chead < COMPS // 2:
-        k = vb_poll(d.own.scq, c, 16)
+        k = vb_poll(d.own.scq, c)
         if k < 0:
             nic_failed(d)
-        for i in range(k):
-            one_sent(d, &c[i])
-        more = k == 16
-        k = vb_poll(d.own.rcq, c, 16)
+        some_sent(d, c, k)
+        more = k == VB_POLL
+        k = vb_poll(d.own.rcq, c)
         if k < 0:
             nic_failed(d)
         for i in range(k):
             one_received(d, &c[i])
-        more = more or k == 16
+        more = more or k == VB_POLL
         if d.own.imms_posted + BATCH <= d.own.imms:
             refill(d)
     return more

@@ -145,7 +145,7 @@ cdef class VerbsState(CtlState):
             if p.link.ring == NULL:
                 raise MemoryError
         p.link.head = p.link.tail = 0
-        p.link.broken = p.link.sends = 0
+        p.link.broken = p.link.failed = p.link.sends = 0
         p.link.data, p.link.ctl = <ibv_qp*>inside(data, "QP"), <ibv_qp*>inside(ctl, "QP")
         p.link.data_qpn, p.link.ctl_qpn = vb_qp_num(p.link.data), vb_qp_num(p.link.ctl)
         self.d.own.by_qpn[p.link.data_qpn & (QPNS - 1)] = i + 1

@@ -111,9 +111,9 @@ class _Object(soft.Object):  # type: ignore[name-defined]
 class Context(_Object):
     closer = "close_context"
 
-    def __init__(self, name: str = "soft0", quick: bool = False) -> None:
+    def __init__(self, name: str = "soft0") -> None:
         self.name = name
-        self.async_fd, self.event_fd = soft.open_context(self, quick)
+        self.async_fd, self.event_fd = soft.open_context(self)
         self.made()
 
     def query_port(self, port: int) -> SimpleNamespace:

@@ -219,14 +219,14 @@ static int post_srq_recv(struct ibv_srq *v, struct ibv_recv_wr *w, struct ibv_re
     return rc;
 }
 
-/* ---------------------------------------------------------------- the reference loop: see test_cost.py */
+/* ---------------------------------------------------------------- the reference loop: see test_soft_cost.py */
 
 typedef struct { uint64_t ctrl, id, raddr, keys, addr, len; } wqe_t;
 static wqe_t wqes[1024];
-static uint32_t wqe_at, bell;
-static uint64_t quick_last;
+static struct { uint64_t id; struct ibv_qp *qp; } ended[1024];
+static uint32_t wqe_at, bell, ended_at, ended_seen, quick_rings;
 
-/* What is least that a provider does: turns each work request into a queue entry in the device's byte order, then rings once. */
+/* The least that a provider does: turns each work request into a queue entry in the device's byte order, then rings once. */
 static int __attribute__((noinline)) quick_post_send(struct ibv_qp *v, struct ibv_send_wr *w, struct ibv_send_wr **bad) {
     (void)bad;
     for (; w; w = w->next) {
@@ -239,34 +239,57 @@ static int __attribute__((noinline)) quick_post_send(struct ibv_qp *v, struct ib
             e->addr = __builtin_bswap64(w->sg_list[i].addr);
             e->len = (uint64_t)__builtin_bswap32(w->sg_list[i].length) << 32 | __builtin_bswap32(w->sg_list[i].lkey);
         }
-        quick_last = w->wr_id;
+        if (w->send_flags & IBV_SEND_SIGNALED) {
+            ended[ended_at & 1023].id = w->wr_id;
+            ended[ended_at++ & 1023].qp = v;
+        }
     }
+    quick_rings++;
     __atomic_store_n(&bell, wqe_at, __ATOMIC_RELEASE);
     return 0;
 }
-static int quick_poll(struct ibv_cq *v, int n, struct ibv_wc *wc) { (void)v; (void)n; (void)wc; return 0; }
+static int __attribute__((noinline)) quick_poll(struct ibv_cq *v, int most, struct ibv_wc *wc) {
+    int n = 0;
+    for (; n < most && ended_seen != ended_at && ended[ended_seen & 1023].qp->send_cq == v; n++, ended_seen++) {
+        memset(&wc[n], 0, sizeof wc[n]);
+        wc[n].wr_id = ended[ended_seen & 1023].id;
+        wc[n].qp_num = ended[ended_seen & 1023].qp->qp_num;
+        wc[n].opcode = IBV_WC_RDMA_WRITE;
+    }
+    return n;
+}
 
-/* A bandwidth tool's loop: lists of `chain` requests, the last signalled, addresses stepping on from one to the next. */
-void __attribute__((noinline)) reference_loop(struct ibv_qp *qp, uint64_t src, uint64_t dst, uint32_t len, uint32_t lkey,
-                                              uint32_t rkey, uint64_t pages, int chain) {
+/* A bandwidth tool's loop: lists of `chain` requests of which the last is signalled, addresses stepping on from one to the next,
+ * `depth` outstanding at most, completions taken 16 at a time. */
+void __attribute__((noinline)) reference_loop(struct ibv_qp *qp, uint64_t src, uint64_t dst, uint32_t len, uint64_t pages, int chain,
+                                              uint64_t depth) {
     struct ibv_sge sge[16];
     struct ibv_send_wr wr[16], *bad;
+    struct ibv_wc wc[16];
+    uint64_t posted = 0, over = 0;
     memset(wr, 0, sizeof wr);
     for (int k = 0; k < chain; k++) {
-        sge[k] = (struct ibv_sge){ src + (uint64_t)k * len, len, lkey };
-        wr[k] = (struct ibv_send_wr){ .wr_id = k, .sg_list = &sge[k], .num_sge = 1, .opcode = IBV_WR_RDMA_WRITE_WITH_IMM,
-                                      .next = k + 1 < chain ? &wr[k + 1] : NULL,
-                                      .send_flags = k + 1 == chain ? IBV_SEND_SIGNALED : 0 };
+        sge[k] = (struct ibv_sge){ src + (uint64_t)k * len, len, 1 };
+        wr[k] = (struct ibv_send_wr){ .sg_list = &sge[k], .num_sge = 1, .opcode = IBV_WR_RDMA_WRITE_WITH_IMM };
+        wr[k].next = k + 1 < chain ? &wr[k + 1] : NULL;
+        wr[k].send_flags = k + 1 == chain ? IBV_SEND_SIGNALED : 0;
         wr[k].wr.rdma.remote_addr = dst + (uint64_t)k * len;
-        wr[k].wr.rdma.rkey = rkey;
+        wr[k].wr.rdma.rkey = 2;
     }
-    for (uint64_t done = 0; done < pages; done += chain) {
-        if (ibv_post_send(qp, wr, &bad)) return;
-        for (int k = 0; k < chain; k++) {
-            wr[k].wr_id = done + k;
-            sge[k].addr += (uint64_t)chain * len;
-            wr[k].wr.rdma.remote_addr += (uint64_t)chain * len;
+    while (over < pages) {
+        while (posted < pages && posted - over + chain <= depth) {
+            if (ibv_post_send(qp, wr, &bad)) return;
+            posted += chain;
+            for (int k = 0; k < chain; k++) {
+                sge[k].addr += (uint64_t)chain * len;
+                wr[k].wr.rdma.remote_addr += (uint64_t)chain * len;
+            }
         }
+        for (int n; (n = ibv_poll_cq(qp->send_cq, 16, wc)) > 0;)
+            for (int i = 0; i < n; i++) {
+                if (wc[i].status != IBV_WC_SUCCESS) return;
+                over += chain;
+            }
     }
 }
 
@@ -284,13 +307,13 @@ static void *inside(PyObject *o) {
 #define SET(o, p) (((object_t *)(o))->ptr = (p))
 
 static PyObject *open_context(PyObject *m, PyObject *a) {
-    PyObject *o; int quick = 0, fds[2];
-    if (!PyArg_ParseTuple(a, "O!|p", &Object, &o, &quick)) return NULL;
+    PyObject *o; int fds[2];
+    if (!PyArg_ParseTuple(a, "O!", &Object, &o)) return NULL;
     struct ibv_context *c = calloc(1, sizeof *c);
     if (!c || pipe2(fds, O_CLOEXEC | O_NONBLOCK)) { free(c); return PyErr_NoMemory(); }
     c->async_fd = fds[0]; c->cmd_fd = fds[1];
-    c->ops.post_send = quick ? quick_post_send : post_send;
-    c->ops.poll_cq = quick ? quick_poll : poll_cq;
+    c->ops.post_send = post_send;
+    c->ops.poll_cq = poll_cq;
     c->ops.req_notify_cq = notify_cq; c->ops.post_srq_recv = post_srq_recv;
     if (!posts && !(posts = calloc(POSTS, sizeof *posts))) return PyErr_NoMemory();
     SET(o, c);
@@ -531,13 +554,21 @@ static PyObject *qp_figures(PyObject *m, PyObject *o) {
                          (unsigned long long)(q->tail - q->head), "taken", (unsigned long long)(q->tail - q->freed), "state", q->v.state);
 }
 static PyObject *run_reference(PyObject *m, PyObject *a) {
-    PyObject *o; unsigned long long src, dst, pages; unsigned len; int chain;
-    if (!PyArg_ParseTuple(a, "O!KKIKi", &Object, &o, &src, &dst, &len, &pages, &chain)) return NULL;
+    PyObject *o; unsigned long long pages, depth; unsigned len; int chain;
+    if (!PyArg_ParseTuple(a, "O!IKiK", &Object, &o, &len, &pages, &chain, &depth)) return NULL;
     GET(qp_t, q, o);
-    reference_loop(&q->v, src, dst, len, 1, 2, pages, chain);
-    return PyLong_FromUnsignedLong(wqe_at);
+    reference_loop(&q->v, 1 << 20, 1 << 30, len, pages, chain, depth);
+    Py_RETURN_NONE;
 }
-static PyObject *quick_entries(PyObject *m, PyObject *u) { return PyLong_FromUnsignedLong(wqe_at); }
+static PyObject *quick(PyObject *m, PyObject *a) {              /* whether the provider of a context only records */
+    PyObject *o; int on;
+    if (!PyArg_ParseTuple(a, "O!p", &Object, &o, &on)) return NULL;
+    GET(struct ibv_context, c, o);
+    c->ops.post_send = on ? quick_post_send : post_send;
+    c->ops.poll_cq = on ? quick_poll : poll_cq;
+    Py_RETURN_NONE;
+}
+static PyObject *quick_figures(PyObject *m, PyObject *u) { return Py_BuildValue("{sIsI}", "posts", wqe_at, "rings", quick_rings); }
 
 #define V(f) { #f, f, METH_VARARGS, NULL }
 #define O(f) { #f, f, METH_O, NULL }
@@ -546,7 +577,7 @@ static PyMethodDef methods[] = {
     V(open_context), V(open_channel), V(open_cq), V(open_srq), V(open_qp), O(close_context), O(close_channel), O(close_cq), O(close_srq),
     O(close_qp), V(set_qp), O(qp_state), V(ud_send), V(ud_recv), V(poll), O(notify), V(add_mr), V(drop_mr), V(hold), V(let_go), V(fail),
     V(refuse), V(refuse_srq), V(mark_srq), V(drop_datagrams), V(record), N(recorded), O(cq_figures), O(srq_figures), O(qp_figures),
-    V(run_reference), N(quick_entries), { NULL, NULL, 0, NULL },
+    V(run_reference), V(quick), N(quick_figures), { NULL, NULL, 0, NULL },
 };
 static struct PyModuleDef def = { PyModuleDef_HEAD_INIT, .m_name = "soft_verbs", .m_size = -1, .m_methods = methods };
 PyMODINIT_FUNC PyInit_soft_verbs(void) {

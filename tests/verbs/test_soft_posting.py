@@ -73,6 +73,27 @@ def test_pages_go_in_chains_under_one_doorbell(soft, ends) -> None:
         assert (a.memory[int(i) * 1000 : int(i) * 1000 + 1000] == b.memory[int(j) * 1000 : int(j) * 1000 + 1000]).all()
 
 
+@pytest.mark.parametrize("kinds", [(None, np.uint32), (np.uint64, np.uint64), (np.uint32, np.uint32)])
+@pytest.mark.parametrize("chain", [1, 4, 5])
+def test_a_page_outside_stops_a_list_there(soft, make, chain, kinds) -> None:
+    """Those before it are posted, whatever its place in a chain; it is named, and goes no further."""
+    a, b = make("soft0", verbs_chain=chain), make("soft1")
+    a.memory[:] = 1
+    link = a.to(b)
+    sums = 0
+    for at in range(11):
+        di = np.arange(11, dtype=kinds[1])
+        di[at] = bare.SIZE // 100
+        si = None if kinds[0] is None else np.arange(11, dtype=kinds[0])
+        b.memory[:] = 0
+        p = link.pages(100, 11, imm=1, ctx=at, si=si, di=di)
+        assert (link.rc, p.at) == (-d.FE_REMOTE_RANGE, at)
+        bare.settle(a, b)
+        sums += at
+        assert told(a) == (sums, 0) and imms(b) == sums
+        assert (b.memory[: at * 100] == 1).all() and not b.memory[at * 100 :].any()
+
+
 def test_an_immediate_alone_has_no_list_and_little_goes_inline(soft, ends) -> None:
     a, b, link = ends
     soft.soft.record(True)
