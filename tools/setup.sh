@@ -18,6 +18,7 @@ needed=() optional=()
 command -v cc >/dev/null 2>&1 || needed+=(gcc libc6-dev)
 command -v git >/dev/null 2>&1 || optional+=(git)
 command -v cc >/dev/null 2>&1 && has_headers rdma/fabric.h || optional+=(libfabric-dev)
+command -v cc >/dev/null 2>&1 && has_headers infiniband/verbs.h || optional+=(libibverbs-dev)
 command -v ip >/dev/null 2>&1 || optional+=(iproute2)
 python=$(pick_python) || needed+=(python3 python3-venv python3-dev)
 if [ -n "${python:-}" ]; then
@@ -36,7 +37,7 @@ if [ ${#needed[@]} -gt 0 ] || [ ${#optional[@]} -gt 0 ]; then
         echo "these are needed; run: sudo $line" >&2
         exit 1
     else
-        echo "going on without ${optional[*]}; for the ofi fabric and its tests run: sudo $line"
+        echo "going on without ${optional[*]}; for the ofi and verbs fabrics and their tests run: sudo $line"
     fi
     python=${python:-$(pick_python)}
 fi
