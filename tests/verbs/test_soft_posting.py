@@ -12,7 +12,7 @@ from engines import until
 
 from fabricx import _drive as d
 
-bare = pytest.importorskip("bare", reason="verbs: not in this build")
+bare = pytest.importorskip("bare", reason="verbs: not in this build", exc_type=ImportError)
 
 SIGNALED, INLINE = 2, 8
 WRITE, WRITE_IMM = 0, 1
