@@ -3,7 +3,8 @@ pyx/verbs.pyx; what control messages say is in control.py.
 
 Queue pairs are connected by datagrams between unreliable (UD) queue pairs, whose numbers are in NIC addresses: CONNECT, answered by
 ACCEPT or REFUSE, sent again with back-off until it is answered. The same CONNECT gets the same ACCEPT. When both sides start
-at once the one with the lower incarnation is followed.
+at once the one with the lower incarnation is followed. Who accepts must not send over queue pairs before the other's are connected
+too: it speaks first there, or says CONFIRM, for which ACCEPT is sent again.
 """
 
 from __future__ import annotations
@@ -46,14 +47,16 @@ ADDRESS_MAGIC, ADDRESS_VERSION = b"fxvn", 1
 #: pairs, reason of a refusal
 DATAGRAM = struct.Struct("<4sHHQQQIIIIHH")
 MAGIC, VERSION = b"fxvb", 1
-CONNECT, ACCEPT, REFUSE = 1, 2, 3
+CONNECT, ACCEPT, REFUSE, CONFIRM = 1, 2, 3, 4
 REASONS = {1: "this incarnation is over", 2: "it speaks another version", 3: "it has no room for another peer"}
+_UNSAID = 99  # of a refusal without a reason
 _GRH = 40  # bytes in front of a datagram that was received
 _FIRST, _MOST = 0.02, 0.5  # seconds between datagrams of one attempt: first, and after back-off
 _LOG_AGAIN = 10.0  # seconds between warnings of the same kind
 _LAST_WORDS = 0.3  # seconds that a farewell has to get out before queue pairs are stopped
 _UD_SLOTS, _UD_SIZE = 256, 1024
 _STRANGERS = 4096  # pairs of queue pairs that a domain makes
+_HALF_OPEN = 30.0  # seconds in which a peer that asked for a pair must go on with it, if there is need of its room
 MTUS = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}  # bytes to enum ibv_mtu
 ETHERNET = 2  # IBV_LINK_LAYER_ETHERNET
 
@@ -85,7 +88,8 @@ class _Pair:
         self.data: Any = None
         self.psn = secrets.randbits(24), secrets.randbits(24)
         self.up = self.refused = 0
-        self.since = 0.0  # when it was given up
+        self.confirmed = False  # the other side's queue pairs are connected too
+        self.since = time.monotonic()  # when it was made, later when it was given up
         self.version = VERSION
         self.asked = False
         self.index = -1  # of the peer that has them
@@ -366,18 +370,28 @@ class VerbsDomain(ControlDomain):
                 else:
                     self._connect_asked(pair, addr, theirs, attempt, (ctl, data, cpsn, dpsn))
                 return
-            if pair is None or mine != self.spec.incarnation or not pair.asked or pair.up or attempt != pair.attempt:
+            ours = pair is not None and mine == self.spec.incarnation and attempt == pair.attempt
+            if ours and kind == CONFIRM and pair.up:
+                pair.confirmed = True
+                pair.answered.set()
+                return
+            if ours and kind == ACCEPT and pair.up and pair.asked:  # ours is not enough for it
+                self._say(CONFIRM, pair, addr, theirs, attempt)
+                return
+            if pair is None or not ours or not pair.asked or pair.up:
                 # a refusal by whoever lives at that address now does not carry the incarnation that was meant
                 for p in self.pairs.values() if kind == REFUSE else ():
                     if p.addr == addr and p.asked and not p.up and p.attempt == attempt:
-                        p.refused, p.version = reason, version
+                        p.refused, p.version = reason or _UNSAID, version
                         p.answered.set()
                 return
             if kind == REFUSE:
-                pair.refused, pair.version = reason, version
+                pair.refused, pair.version = reason or _UNSAID, version
                 pair.answered.set()
             elif kind == ACCEPT and version == VERSION:
                 self._join(pair, (ctl, data, cpsn, dpsn))
+                pair.confirmed = True
+                self._say(CONFIRM, pair, addr, theirs, attempt)
                 pair.answered.set()
 
     def _connect_asked(self, pair: _Pair | None, addr: bytes, theirs: int, attempt: int, numbers: tuple[int, ...]) -> None:
@@ -392,7 +406,7 @@ class VerbsDomain(ControlDomain):
         elif pair is not None and attempt < pair.attempt:
             return  # late
         if pair is None:
-            if len(self.pairs) >= _STRANGERS:
+            if len(self.pairs) >= _STRANGERS and not self._make_room():
                 self._say(REFUSE, None, addr, theirs, attempt, 3)
                 return
             pair = self._new_pair(addr, theirs, attempt)
@@ -400,6 +414,15 @@ class VerbsDomain(ControlDomain):
             self._join(pair, numbers)
             pair.answered.set()
         self._say(ACCEPT, pair, addr, theirs, attempt)
+
+    def _make_room(self) -> bool:
+        """Gives up the oldest pair of a peer that asked for it and never said hello; whether there was one."""
+        idle = [p for p in self.pairs.values() if p.index < 0 and not p.asked]
+        oldest = min(idle, key=lambda p: p.since, default=None)
+        if oldest is None or time.monotonic() - oldest.since < _HALF_OPEN:
+            return False
+        self._give_up(oldest)
+        return True
 
     # -- queue pairs
 
@@ -440,6 +463,7 @@ class VerbsDomain(ControlDomain):
             del self.pairs[pair.key]
         self.leaving.append(pair)
         pair.since = time.monotonic()
+        self._wake()
         if pair.index >= 0:
             with self.spec.lock():
                 self.state.lose_one(pair.index)
@@ -509,6 +533,15 @@ class VerbsDomain(ControlDomain):
             raise errors.ProviderError(28, f"{self.name} has no room for another peer")
         return super().connect(addr, netaddr, deadline)
 
+    def disconnect(self, peer: int) -> None:
+        super().disconnect(peer)
+        self._wake()
+
+    def _wake(self) -> None:
+        """The fabric's thread has something to clear away."""
+        if not self.fabric.stop:
+            os.eventfd_write(self.fabric.hello_fd, 1)
+
     def _give_to(self, pair: _Pair, index: int) -> None:
         """The progress lock is held."""
         if pair.index != index or not self.state.attached(index):
@@ -519,6 +552,7 @@ class VerbsDomain(ControlDomain):
         pair = self.pairs.get((addr, incarnation))
         if pair is None or not pair.up:
             return False
+        pair.confirmed = True
         self._give_to(pair, index)
         return True
 
@@ -532,11 +566,13 @@ class VerbsDomain(ControlDomain):
                 if pair is None:
                     pair = self._new_pair(addr, who.incarnation, time.time_ns())
                     pair.asked = True
-                if pair.up:
+                if pair.up and pair.index >= 0 and self.state.state(pair.index)[0] == "lost":
+                    self._give_up(pair)  # its peer is to be met anew
+                    continue
+                if pair.up and pair.confirmed:
                     return pair
                 if pair.refused:
-                    del self.pairs[pair.key]
-                    self.leaving.append(pair)
+                    self._give_up(pair)
                     if pair.refused == 2:
                         raise errors.ProtocolError(
                             f"{who} speaks version {pair.version} of the verbs handshake, this is version {VERSION}"
@@ -545,13 +581,13 @@ class VerbsDomain(ControlDomain):
                 now = time.monotonic()
                 if now > deadline:
                     if pair.asked:
-                        del self.pairs[pair.key]
-                        self.leaving.append(pair)
+                        self._give_up(pair)
                     raise errors.TransferTimeout(f"{who} did not answer within the time-out")
-                if pair.asked and now >= again:
-                    self._say(CONNECT, pair, addr, who.incarnation, pair.attempt)
+                if now >= again:
+                    self._say(CONNECT if pair.asked else ACCEPT, pair, addr, who.incarnation, pair.attempt)
                     again, wait = now + wait, min(2 * wait, _MOST)
-            pair.answered.wait(min(wait, max(0.001, deadline - now)))
+                pair.answered.clear()
+            pair.answered.wait(max(0.001, min(again, deadline) - now))
 
     # -- registration
 

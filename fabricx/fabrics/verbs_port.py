@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,12 +39,33 @@ def read_gids(device: str, port: int, root: str = "/") -> list[Gid]:
     """The entries of a port's table that are in use, in their order."""
     base = Path(root) / "sys/class/infiniband" / device / "ports" / str(port)
     out = []
-    for f in sorted((base / "gids").glob("*"), key=lambda f: int(f.name)):
-        raw = ipaddress.IPv6Address(_text(f) or "::").packed
-        if any(raw):
-            kind, netdev = _text(base / "gid_attrs/types" / f.name), _text(base / "gid_attrs/ndevs" / f.name)
-            out.append(Gid(int(f.name), raw, kind, netdev))
+    for index in _indices(base / "gids"):
+        text = _short(f"{base}/gids/{index}")
+        if text.strip("0:"):  # tables have up to 1024 places, nearly all of them empty
+            kind, netdev = _text(base / f"gid_attrs/types/{index}"), _text(base / f"gid_attrs/ndevs/{index}")
+            out.append(Gid(index, ipaddress.IPv6Address(text).packed, kind, netdev))
     return out
+
+
+def _indices(folder: Path) -> list[int]:
+    try:
+        return sorted(int(name) for name in os.listdir(folder) if name.isdigit())
+    except OSError:
+        return []
+
+
+def _short(path: str) -> str:
+    """A file of one short line; "" if it cannot be read. Several times faster than a text file's object."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        return os.read(fd, 64).decode("ascii", "replace").strip()
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)
 
 
 def choose_gid(gids: list[Gid], routed: str = "", wanted: int = -1, name: str = "the port") -> tuple[Gid, str]:
