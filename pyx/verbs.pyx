@@ -50,6 +50,7 @@ cdef extern from "verbs_api.h" nogil:
     int vb_notify(ibv_cq*) noexcept
     uint32_t vb_qp_num(ibv_qp*) noexcept
     void* vb_qp_context(ibv_qp*) noexcept
+    void* vb_qp_pd(ibv_qp*) noexcept
     void* vb_cq_context(ibv_cq*) noexcept
     int vb_cq_size(ibv_cq*) noexcept
     void* vb_srq_context(ibv_srq*) noexcept
@@ -166,6 +167,11 @@ def channel_fd(channel):
 def drain_channel(int fd):
     """Takes and acknowledges the events of a completion channel."""
     vb_drain(fd)
+
+
+def pd_address(qp):
+    """The C object of the protection domain of a pyverbs QP."""
+    return <uintptr_t>vb_qp_pd(<ibv_qp*>vb_inside(<void*>qp))
 
 
 def async_fd(qp):

@@ -171,6 +171,7 @@ static inline void vb_drain(int fd) {
 }
 static inline int vb_notify(struct ibv_cq *cq) { return ibv_req_notify_cq(cq, 0); }
 static inline uint32_t vb_qp_num(struct ibv_qp *q) { return q->qp_num; }
+static inline void *vb_qp_pd(struct ibv_qp *q) { return q->pd; }
 static inline void *vb_qp_context(struct ibv_qp *q) { return q->context; }
 static inline void *vb_cq_context(struct ibv_cq *q) { return q->context; }
 static inline int vb_cq_size(struct ibv_cq *q) { return q->cqe; }

@@ -32,6 +32,7 @@ from .base import CAP_DEVICE, CAP_LANDED, Domain, DomainInfo, GroupSpec, LocalKe
 from .control import ControlDomain, ControlFabric
 from .links import route_host
 from .pyverbs_env import import_pyverbs
+from .verbs_memory import register
 from .verbs_port import choose_gid, default_interface, devices, is_active, is_hardware, ports, read_gids
 
 try:
@@ -162,7 +163,7 @@ class VerbsDomain(ControlDomain):
             self.spec.incarnation, self.fabric.hello_fd, probe, self.scq, self.rcq, self.srq, self.isrq,
             self._channel_fd(self.channel), self.inline, config.verbs_chain, limit, self.peer_limit, imms,
         )  # fmt: skip
-        self.async_fd = _verbs.async_fd(probe)
+        self.async_fd, self.pd_address = _verbs.async_fd(probe), _verbs.pd_address(probe)
         probe.close()
         keys = []
         for address, size in self.state.buffers():
@@ -594,7 +595,7 @@ class VerbsDomain(ControlDomain):
     def reg(self, memory: Memory) -> LocalKey:
         slot, rkey = self.take_slot()
         try:
-            mr = self._register(memory)
+            mr = register(self.v, self.pd, self.pd_address, memory, self.name)
         except BaseException:
             self.give_slot(slot)
             raise
@@ -604,28 +605,6 @@ class VerbsDomain(ControlDomain):
                 self.state.hide_region(slot)
         self.regions[rkey] = (mr, memory)
         return LocalKey(mr.lkey if memory.device == "cpu" else mr.lkey | _verbs.LKEY_NOT_BY_CPU, rkey, memory)
-
-    def _register(self, memory: Memory) -> Any:
-        e, m = self.e, self.v["mr"]
-        access = 0 if memory.readonly else e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
-        what = f"{self.name}: {memory.length} bytes at {memory.addr:#x} on {memory.device}"
-        tries: list[tuple[str, Callable[[], Any]]] = []
-        if memory.device != "cpu":
-            tries += device_tries(self, memory, access)
-        else:
-            relaxed = access | e.IBV_ACCESS_RELAXED_ORDERING
-            tries.append(("ibv_reg_mr", lambda: m.MR(self.pd, memory.length, relaxed, memory.addr)))
-            tries.append(("ibv_reg_mr without relaxed ordering", lambda: m.MR(self.pd, memory.length, access, memory.addr)))
-        said = []
-        code = 0
-        for how, make in tries:
-            try:
-                return make()
-            except Exception as x:
-                code = getattr(x, "error_code", None) or getattr(x, "errno", None) or code or 5
-                said.append(f"{how}: {x}")
-        hint = "; raise the limit on locked memory (ulimit -l unlimited)" if code == 12 else ""
-        raise errors.RegistrationError(code, f"{what}: {'; '.join(said)}{hint}")
 
     def drop_region(self, rkey: int, mr: Any) -> int:
         self.state.drop_region(rkey)
@@ -683,36 +662,6 @@ def check_address(addr: bytes) -> None:
     magic, version, layer, mtu, _, _, qpn, _, _ = ADDRESS.unpack(addr)
     if magic != ADDRESS_MAGIC or version != ADDRESS_VERSION or layer not in (1, 2) or not 1 <= mtu <= 5 or qpn >> 24:
         raise errors.ProtocolError("no NIC address of the verbs fabric, or of another version")
-
-
-def device_tries(domain: VerbsDomain, memory: Memory, access: int) -> list[tuple[str, Callable[[], Any]]]:
-    """How device memory is registered: by a dma-buf, else by its address, which needs the nvidia-peermem module."""
-    m = domain.v["mr"]
-
-    def by_dmabuf() -> Any:
-        fd, offset = (memory.dmabuf_fd, memory.dmabuf_offset) if memory.dmabuf_fd >= 0 else export_dmabuf(memory)
-        try:
-            return m.DmaBufMR(domain.pd, memory.length, access, fd, offset)
-        finally:
-            if memory.dmabuf_fd < 0:
-                os.close(fd)
-
-    return [
-        ("dma-buf", by_dmabuf),
-        ("nvidia-peermem (is the module loaded?)", lambda: m.MR(domain.pd, memory.length, access, memory.addr)),
-    ]
-
-
-def export_dmabuf(memory: Memory) -> tuple[int, int]:
-    """(descriptor, offset) of a dma-buf of a range of CUDA memory, from the driver; the range must begin at a page of 64 KiB."""
-    cuda = ctypes.CDLL("libcuda.so.1")
-    fd = ctypes.c_int(-1)
-    start = memory.addr & -65536
-    size = (memory.addr + memory.length - start + 65535) & -65536
-    rc = cuda.cuMemGetHandleForAddressRange(ctypes.byref(fd), ctypes.c_uint64(start), ctypes.c_size_t(size), 1, ctypes.c_uint64(0))
-    if rc:
-        raise OSError(22, f"cuMemGetHandleForAddressRange says {rc}")
-    return fd.value, memory.addr - start
 
 
 def firmware(device: str) -> str:

@@ -57,9 +57,7 @@ class Bare:
 
     def to(self, other: Bare) -> Link:
         """Connects to another domain and imports its region."""
-        peer = both(
-            self, other, lambda: self.domain.connect(other.domain.addr, other.netaddr.to_bytes(), time.monotonic() + 10)
-        )
+        peer = both(self, other, lambda: self.domain.connect(other.domain.addr, other.netaddr.to_bytes(), soon()))
         remote = both(
             self,
             other,
@@ -98,6 +96,11 @@ class Link:
         with s.lock:
             self.rc = s.driver.post_pages(p)
         return p
+
+
+def soon() -> float:
+    """A deadline."""
+    return time.monotonic() + 10
 
 
 def both(a: Bare, b: Bare, what: Callable[[], Any]) -> Any:

@@ -35,7 +35,7 @@ def soft(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         pytest.skip(missing())
     import soft_pyverbs
 
-    from fabricx.fabrics import verbs, verbs_port
+    from fabricx.fabrics import verbs, verbs_memory, verbs_port
 
     soft_pyverbs.reset()
     monkeypatch.setattr(verbs, "import_pyverbs", soft_pyverbs.modules)
@@ -45,6 +45,8 @@ def soft(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setattr(
         verbs, "read_gids", lambda device, port: [verbs_port.Gid(0, soft_pyverbs.raw_gid(device), "RoCE v2", "lo")]
     )
+    for library in ("LIBIBVERBS", "LIBCUDA"):
+        monkeypatch.setattr(verbs_memory, library, soft_pyverbs.soft.__file__)
     yield soft_pyverbs
     soft_pyverbs.reset()
 

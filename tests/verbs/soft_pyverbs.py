@@ -77,7 +77,7 @@ class PyverbsRDMAError(Exception):
 LIMITS: dict[str, Any] = {}
 DEFAULTS = {
     "max_cqe": 1 << 22, "max_srq_wr": 1 << 15, "max_qp_wr": 1 << 15, "max_inline": 256, "port_state": 4, "link_layer": 2, "lid": 0,
-    "active_mtu": 5, "max_msg_sz": 1 << 30, "relaxed": True, "dmabuf": True, "lock_limit": 0,
+    "active_mtu": 5, "max_msg_sz": 1 << 30, "relaxed": True, "lock_limit": 0,
 }  # fmt: skip
 #: every object that is open, so that tests can look at them
 opened: dict[str, list[Any]] = {}
@@ -89,6 +89,7 @@ def reset() -> None:
     opened.clear()
     soft.drop_datagrams(0)
     soft.record(False)
+    soft.refuse_device(0, 0)
 
 
 reset()
@@ -304,15 +305,6 @@ class MR:
             self.open = False
             opened["MR"].remove(self)
             soft.drop_mr(self.lkey)
-
-
-class DmaBufMR(MR):
-    def __init__(self, pd: PD, length: int, access: int, dmabuf: int, offset: int = 0) -> None:
-        if not LIMITS["dmabuf"]:
-            raise PyverbsRDMAError("Failed to register a dma-buf based MR", errno.EOPNOTSUPP)
-        self.dmabuf, self.offset = dmabuf, offset
-        os.fstat(dmabuf)
-        super().__init__(pd, length, access, 0)
 
 
 class GID(SimpleNamespace):

@@ -359,7 +359,7 @@ static PyObject *open_qp(PyObject *m, PyObject *a) {
     GET(struct ibv_context, ctx, c); GET(cq_t, scq, sc); GET(cq_t, rcq, rc);
     qp_t *q = calloc(1, sizeof *q);
     if (!q || !(q->ring = calloc(sends, sizeof *q->ring)) || !make_queue(&q->recv, recvs)) { free(q); return PyErr_NoMemory(); }
-    q->v.context = ctx; q->v.send_cq = &scq->v; q->v.recv_cq = &rcq->v; q->v.qp_type = type; q->v.state = IBV_QPS_RESET;
+    q->v.context = ctx; q->v.pd = (void *)ctx; q->v.send_cq = &scq->v; q->v.recv_cq = &rcq->v; q->v.qp_type = type; q->v.state = IBV_QPS_RESET;
     q->v.srq = s == Py_None ? NULL : inside(s);
     q->cap = sends; q->inl = inl < 512 ? inl : 512;
     pthread_mutex_lock(&lock);
@@ -448,14 +448,19 @@ static PyObject *poll(PyObject *m, PyObject *a) {               /* [(id, status,
     return list;
 }
 static PyObject *notify(PyObject *m, PyObject *o) { GET(cq_t, q, o); notify_cq(&q->v, 0); Py_RETURN_NONE; }
-static PyObject *add_mr(PyObject *m, PyObject *a) {
-    unsigned long long addr, len; unsigned access; static uint32_t next = 1;
-    if (!PyArg_ParseTuple(a, "KKI", &addr, &len, &access)) return NULL;
+static uint32_t new_key(uint64_t addr, uint64_t len, uint32_t access) {
+    static uint32_t next = 1;
     uint32_t key = 0;
     pthread_mutex_lock(&lock);
     for (int i = 0; i < MRS && !key; i++, next++)
         if (next & (MRS - 1) && !mrs[next & (MRS - 1)].used) { key = next; mrs[key & (MRS - 1)] = (mr_t){ addr, len, access, key }; }
     pthread_mutex_unlock(&lock);
+    return key;
+}
+static PyObject *add_mr(PyObject *m, PyObject *a) {
+    unsigned long long addr, len; unsigned access;
+    if (!PyArg_ParseTuple(a, "KKI", &addr, &len, &access)) return NULL;
+    uint32_t key = new_key(addr, len, access);
     return key ? PyLong_FromUnsignedLong(key) : PyErr_NoMemory();
 }
 static PyObject *drop_mr(PyObject *m, PyObject *a) {
@@ -465,6 +470,43 @@ static PyObject *drop_mr(PyObject *m, PyObject *a) {
     mrs[key & (MRS - 1)].used = 0;
     pthread_mutex_unlock(&lock);
     Py_RETURN_NONE;
+}
+
+/* -- what the fabric calls by name, in libibverbs and in the CUDA driver */
+
+static struct { uint64_t offset, len, iova; int fd, access, refuse, open; } dmabuf;
+static struct { uint64_t start, len; int fd, refuse; } exported = { .fd = -1 };
+
+struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t len, uint64_t iova, int fd, int access) {
+    struct ibv_mr *mr;
+    if (dmabuf.refuse) { errno = dmabuf.refuse; return NULL; }
+    if (fcntl(fd, F_GETFD) < 0 || !(mr = calloc(1, sizeof *mr))) return NULL;
+    dmabuf.offset = offset; dmabuf.len = len; dmabuf.iova = iova; dmabuf.fd = fd; dmabuf.access = access; dmabuf.open++;
+    mr->pd = pd; mr->length = len;
+    mr->lkey = mr->rkey = new_key(iova, len, (uint32_t)access);
+    return mr;
+}
+#undef ibv_dereg_mr
+int ibv_dereg_mr(struct ibv_mr *mr) {
+    mrs[mr->lkey & (MRS - 1)].used = 0;
+    free(mr);
+    dmabuf.open--;
+    return 0;
+}
+int cuMemGetHandleForAddressRange(void *handle, uint64_t start, size_t len, int kind, unsigned long long flags) {
+    if (exported.refuse || kind != 1 || flags || start % 4096 || len % 4096) return exported.refuse ? exported.refuse : 1;
+    exported.start = start; exported.len = len; exported.fd = dup(2);
+    *(int *)handle = exported.fd;
+    return 0;
+}
+static PyObject *refuse_device(PyObject *m, PyObject *a) {      /* errno of ibv_reg_dmabuf_mr, code of the driver */
+    return PyArg_ParseTuple(a, "ii", &dmabuf.refuse, &exported.refuse) ? Py_NewRef(Py_None) : NULL;
+}
+static PyObject *device_figures(PyObject *m, PyObject *unused) {
+    int left = exported.fd >= 0 && fcntl(exported.fd, F_GETFD) >= 0;
+    return Py_BuildValue("{sKsKsKsisisisKsKsi}", "offset", (unsigned long long)dmabuf.offset, "len", (unsigned long long)dmabuf.len,
+                         "iova", (unsigned long long)dmabuf.iova, "fd", dmabuf.fd, "access", dmabuf.access, "open", dmabuf.open,
+                         "start", (unsigned long long)exported.start, "exported", (unsigned long long)exported.len, "left", left);
 }
 
 /* -- what tests do to it */
@@ -576,7 +618,7 @@ static PyObject *quick_figures(PyObject *m, PyObject *u) { return Py_BuildValue(
 static PyMethodDef methods[] = {
     V(open_context), V(open_channel), V(open_cq), V(open_srq), V(open_qp), O(close_context), O(close_channel), O(close_cq), O(close_srq),
     O(close_qp), V(set_qp), O(qp_state), V(ud_send), V(ud_recv), V(poll), O(notify), V(add_mr), V(drop_mr), V(hold), V(let_go), V(fail),
-    V(refuse), V(refuse_srq), V(mark_srq), V(drop_datagrams), V(record), N(recorded), O(cq_figures), O(srq_figures), O(qp_figures),
+    V(refuse), V(refuse_srq), V(mark_srq), V(refuse_device), N(device_figures), V(drop_datagrams), V(record), N(recorded), O(cq_figures), O(srq_figures), O(qp_figures),
     V(run_reference), V(quick), N(quick_figures), { NULL, NULL, 0, NULL },
 };
 static struct PyModuleDef def = { PyModuleDef_HEAD_INIT, .m_name = "soft_verbs", .m_size = -1, .m_methods = methods };
