@@ -19,7 +19,6 @@ import selectors
 import struct
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -413,6 +412,7 @@ class VerbsDomain(ControlDomain):
             pair = self._new_pair(addr, theirs, attempt)
         if not pair.up:
             self._join(pair, numbers)
+            pair.confirmed = theirs == self.spec.incarnation  # we are the other side ourselves
             pair.answered.set()
         self._say(ACCEPT, pair, addr, theirs, attempt)
 

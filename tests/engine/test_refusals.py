@@ -11,6 +11,7 @@ import pytest
 from engines import Pair, until
 
 import fabricx as fx
+from fabricx.engine import fabric_class
 
 
 def test_ranges_are_checked_at_both_ends(pair: Pair) -> None:
@@ -137,10 +138,12 @@ def test_a_closed_engine_says_so(pair: Pair) -> None:
             call()
 
 
-def test_a_fabric_asked_for_by_name_is_never_replaced() -> None:
+def test_a_fabric_asked_for_by_name_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(fx.FabricUnavailable, match="there is no fabric 'infiniband'"):
         fx.TransferEngine("infiniband")
-    with pytest.raises(fx.FabricUnavailable, match="verbs"):
+    verbs = fabric_class("verbs")
+    monkeypatch.setattr(verbs, "available", classmethod(lambda cls: (False, "no RDMA port is active")))
+    with pytest.raises(fx.FabricUnavailable, match="verbs.*no RDMA port"):
         fx.TransferEngine("verbs")
     with pytest.raises(fx.FabricUnavailable, match="/nowhere/libfabric"):
         fx.TransferEngine("ofi", config=fx.Config(ofi_library="/nowhere/libfabric.so"))

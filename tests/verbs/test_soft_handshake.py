@@ -150,6 +150,15 @@ def test_any_number_of_threads_get_one_pair(soft, make) -> None:
     assert set(out) == {out[0]} and joined(a, b)
 
 
+def test_a_domain_can_be_its_own_peer(soft, make) -> None:
+    a = make("soft0")
+    link = a.to(a)
+    a.memory[:100] = 5
+    assert link.write(100, imm=8, to=4096) == 0
+    bare.settle(a)
+    assert [c.imm for c in a.of(2)] == [8] and (a.memory[4096:4196] == 5).all()
+
+
 # ---------------------------------------------------------------- no, and no answer
 
 
